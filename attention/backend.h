@@ -96,6 +96,18 @@ struct Plan {
   std::vector<std::vector<uint64_t>> positions;
 };
 
+// A step that a backend got ready for before its queries were there (Backend::Prepare). It holds
+// what the backend needs for the step, a stream of a GPU for one. Ends before its backend.
+class PreparedStep {
+ public:
+  virtual ~PreparedStep() = default;
+  PreparedStep(const PreparedStep&) = delete;
+  PreparedStep& operator=(const PreparedStep&) = delete;
+
+ protected:
+  PreparedStep() = default;
+};
+
 struct StepRequest {
   uint32_t layer = 0;
   std::span<const StepRow> rows;
@@ -109,6 +121,9 @@ struct StepRequest {
   // If not null, receives the plans of the rows whose policies select, ordered by (row, query
   // token, KV head).
   std::vector<Plan>* plans = nullptr;
+  // What Prepare gave, once; null: nothing. If this is another step than the one prepared, it is
+  // answered as if there were nothing.
+  PreparedStep* prepared = nullptr;
 };
 
 // The request, begun now if it has not begun before: for a backend that may ask another one.
@@ -168,6 +183,10 @@ struct BackendStats {
   // What the index arena lacks for the indexes of one sequence: the most of any step; 0: all fit.
   uint64_t index_missing_bytes = 0;
   uint64_t graph_launches = 0;  // launches that repeated a whole earlier step's graph
+  // Steps that were launched before their queries were there (Prepare): answered; run over nothing,
+  // as another step came, or none for a while.
+  uint64_t steps_ahead = 0;
+  uint64_t steps_in_vain = 0;
   // Device time by stage, over the steps where it was measured.
   uint64_t timed_steps = 0;
   double score_seconds = 0;
@@ -238,6 +257,11 @@ class Backend {
   // Steps will read the segment, which is whole in memory: the backend may get ready for them in
   // the background, as long as the segment lives. Returns at once.
   virtual void Expect(const Segment& /*segment*/) const {}
+  // Gets ready for a step that is expected at once, so that its answer comes sooner: the rows' views
+  // have room for the tokens that they append, which need not have been written, and there are no
+  // queries and buffers yet. Null: there is nothing to get ready, or no room. The caller gives up
+  // what it does not use within a millisecond or so: it may hold up others.
+  virtual std::unique_ptr<PreparedStep> Prepare(const StepRequest& /*request*/) { return nullptr; }
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;

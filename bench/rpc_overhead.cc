@@ -174,6 +174,8 @@ class TimedEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override { pass_->WarmNextLayer(); }
+    void PrepareNextLayer() override { pass_->PrepareNextLayer(); }
+    void ForgetNextLayer() override { pass_->ForgetNextLayer(); }
 
    private:
     const std::unique_ptr<engine::Pass> pass_;

@@ -25,7 +25,7 @@ absl::Status EngineImpl::Decode(absl::string_view tenant, WriterId writer, const
 
 absl::Status EngineImpl::RunStep(const DecodeArgs& args, AnswerMemory memory, DecodeBatch* batch,
                                  absl::FunctionRef<void(StepSequences*)> prepare,
-                                 DecodeResult* result) {
+                                 DecodeResult* result, attention::PreparedStep* prepared) {
   const auto start = std::chrono::steady_clock::now();
   StepSequences sequences;
   absl::Status status = WithinMemory([&]() -> absl::Status {
@@ -40,7 +40,7 @@ absl::Status EngineImpl::RunStep(const DecodeArgs& args, AnswerMemory memory, De
     result->validate_time = std::chrono::steady_clock::now() - start;
     // One that may wait for the disk does not hold builders up.
     if (PrefetchNextLayer(args.layer, batch->step_rows())) step.reset();
-    ATTND_RETURN_IF_ERROR(batch->Run(backend_.get(), memory));
+    ATTND_RETURN_IF_ERROR(batch->Run(backend_.get(), memory, prepared));
     PutAwayDamaged(*batch, *result);
     if (auditor_ != nullptr) OfferToAudit(args.layer, *batch);
     return absl::OkStatus();

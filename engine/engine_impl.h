@@ -157,7 +157,8 @@ class EngineImpl final : public Engine {
   // Runs a step: checks the message, has `prepare` refuse or append each row of the batch, and
   // answers. The segmenter hears of the sequences that have grown, whatever came of the step.
   absl::Status RunStep(const DecodeArgs& args, AnswerMemory memory, DecodeBatch* batch,
-                       absl::FunctionRef<void(StepSequences*)> prepare, DecodeResult* result);
+                       absl::FunctionRef<void(StepSequences*)> prepare, DecodeResult* result,
+                       attention::PreparedStep* prepared = nullptr);
   // Refuses or appends each row.
   void PrepareRows(absl::string_view tenant, WriterId writer, const DecodeArgs& args,
                    DecodeBatch* batch, StepSequences* sequences, DecodeResult* result);

@@ -62,7 +62,9 @@ class EngineImpl::PassImpl final : public Pass {
     const auto prepare = [&](StepSequences* sequences) {
       for (size_t i = 0; i < rows_.size(); ++i) PrepareRow(i, &batch, sequences, result);
     };
-    absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result);
+    spent_ = std::move(prepared_);
+    absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
+    expected_ = batch.TakeExpectedRows();
     if (!status.ok()) {
       GiveUp();
       return status;
@@ -75,6 +77,22 @@ class EngineImpl::PassImpl final : public Pass {
     if (layer_ == 0) ForgetTokenIds();
     if (++layer_ == layers_) Complete();
     return status;
+  }
+
+  void PrepareNextLayer() override {
+    spent_.reset();
+    if (layer_ == layers_ || expected_.rows.empty()) return;
+    attention::StepRequest request;
+    request.layer = layer_;
+    request.rows = expected_.rows;
+    prepared_ = engine_->backend_->Prepare(request);
+    if (prepared_ == nullptr) expected_ = {};
+  }
+
+  void ForgetNextLayer() override {
+    spent_.reset();
+    prepared_.reset();
+    expected_ = {};
   }
 
   void WarmNextLayer() override {
@@ -176,6 +194,7 @@ class EngineImpl::PassImpl final : public Pass {
   }
 
   void GiveUp() {
+    ForgetNextLayer();
     if (layer_ == layers_) return;
     given_up_ = true;
     for (size_t i = 0; i < rows_.size(); ++i) GiveUpRow(i);
@@ -190,6 +209,11 @@ class EngineImpl::PassImpl final : public Pass {
   Reservation answer_;           // the greatest answer of a layer, and the lists below
 
   std::vector<RowState> state_;  // [rows]
+  // From a step on until it is forgotten: the rows of the next layer, if they stay as they are.
+  DecodeBatch::ExpectedRows expected_;
+  // What the backend has got ready for them, and what it had for the step before, whose end need
+  // not hold up its answer. Null: nothing.
+  std::unique_ptr<attention::PreparedStep> prepared_, spent_;
   uint32_t layer_ = 0;
   bool given_up_ = false;
 };

@@ -37,9 +37,16 @@ class Pass {
   // layer and rows are of no meaning.
   virtual absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) = 0;
 
+  // What can be done for the next layer in the time that the model takes for its queries. After
+  // each step either PrepareNextLayer or ForgetNextLayer is called, if not at once.
+
   // Asks the processor for the memory that the next layer's tokens go to, which nothing has touched
-  // since the token before: in the time that the model takes for that layer's queries.
+  // since the token before.
   virtual void WarmNextLayer() = 0;
+  // Has the backend get ready for the next layer, which is expected at once (Backend::Prepare).
+  virtual void PrepareNextLayer() = 0;
+  // Gives up what has been got ready, as the next layer takes its time.
+  virtual void ForgetNextLayer() = 0;
 
  protected:
   Pass() = default;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/auto_backend.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <utility>
@@ -19,6 +20,7 @@ using attention::IndexSet;
 using attention::LinkRates;
 using attention::Plan;
 using attention::Policy;
+using attention::PreparedStep;
 using attention::SegmentBuilder;
 using attention::SequenceNeeds;
 using attention::SequenceView;
@@ -65,6 +67,12 @@ class AutoBackend : public Backend {
     ATTND_RETURN_IF_ERROR(StepRows(begun, cpu_rows, cpu_.get(), &plans));
     AddInOrder(std::move(plans), request.plans);
     return absl::OkStatus();
+  }
+
+  std::unique_ptr<PreparedStep> Prepare(const StepRequest& request) override {
+    const bool devices = std::all_of(request.rows.begin(), request.rows.end(),
+                                     [this](const StepRow& row) { return IsDevices(row); });
+    return devices ? device_->Prepare(request) : nullptr;
   }
 
   absl::Status BuildSegment(SegmentBuilder* segment,

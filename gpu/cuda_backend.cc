@@ -25,6 +25,7 @@
 #include "gpu/lease_pool.h"
 #include "gpu/memory/arena.h"
 #include "gpu/memory/device_copy_store.h"
+#include "gpu/prepared_step.h"
 #include "gpu/row_subset.h"
 #include "gpu/step/device_step.h"
 #include "gpu/step/stream_context.h"
@@ -42,6 +43,7 @@ using attention::kTreeIndexes;
 using attention::LinkRates;
 using attention::Plan;
 using attention::Policy;
+using attention::PreparedStep;
 using attention::StepRequest;
 using attention::StepRow;
 
@@ -189,6 +191,22 @@ class CudaBackend : public Backend {
     store_->Expect(segment);
   }
 
+  std::unique_ptr<PreparedStep> Prepare(const StepRequest& request) override {
+    // A step that is to be timed is launched part by part.
+    if (!options_.launch_ahead || degraded_.load(std::memory_order_acquire) ||
+        IsTimed(steps_.load(std::memory_order_relaxed))) {
+      return nullptr;
+    }
+    // Whoever needs a stream meanwhile finds one.
+    auto context = streams_.TakeIfFree(/*others=*/1);
+    if (!context.has_value()) return nullptr;
+    auto step = std::make_unique<PreparedDeviceStep>(request, store_.get(), *std::move(context),
+                                                     options_.cooperative_groups);
+    const absl::StatusOr<bool> prepared = step->Prepare();
+    if (!prepared.ok()) Degrade(prepared.status());
+    return prepared.ok() && *prepared ? std::move(step) : nullptr;
+  }
+
   absl::Status Step(const StepRequest& asked) override {
     // What the CPU answers in the device's place waits for pages only as long as is left.
     const StepRequest request = attention::Begun(asked);
@@ -201,7 +219,13 @@ class CudaBackend : public Backend {
     const uint64_t number = steps_.fetch_add(1, std::memory_order_relaxed);
     if (degraded_.load(std::memory_order_acquire)) return FallBack(request);
     try {
-      return StepOnDevice(request, options_.timed_steps != 0 && number % options_.timed_steps == 0);
+      auto* const prepared = dynamic_cast<PreparedDeviceStep*>(request.prepared);
+      if (prepared != nullptr && prepared->IsFor(request)) {
+        const absl::Status run = prepared->Run(request);
+        return Complete(request, OutcomeOf(run, &prepared->step(), /*timed=*/false));
+      }
+      ATTND_ASSIGN_OR_RETURN(Outcome outcome, StepOnDevice(request, IsTimed(number)));
+      return Complete(request, std::move(outcome));
     } catch (const std::bad_alloc&) {
       return absl::ResourceExhaustedError("the system refused memory for the step");
     }
@@ -253,6 +277,8 @@ class CudaBackend : public Backend {
     stats.bytes_to_host = transfers_.to_host.load(std::memory_order_relaxed);
     stats.evictions = store_->evictions();
     stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
+    stats.steps_ahead = transfers_.steps_ahead.load(std::memory_order_relaxed);
+    stats.steps_in_vain = transfers_.steps_in_vain.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
     const uint64_t cache_bytes = store_->cache_bytes();
     MutexLock lock(totals_mutex_);
@@ -272,37 +298,58 @@ class CudaBackend : public Backend {
   }
 
  private:
-  absl::Status StepOnDevice(const StepRequest& request, bool timed) {
+  bool IsTimed(uint64_t step) const {
+    return options_.timed_steps != 0 && step % options_.timed_steps == 0;
+  }
+
+  // What came of a step on the device.
+  struct Outcome {
+    absl::Status status;
     std::vector<Plan> plans;
     std::vector<uint32_t> left_over;
-    {
-      const auto alive = [&] { return CheckAlive(request); };
-      std::optional<LeasePool<FileTurn>::Lease> turn;
-      if (DeviceStep::WaitsForFiles(request, *store_)) {
-        ATTND_ASSIGN_OR_RETURN(LeasePool<FileTurn>::Lease taken, file_turns_.Take(alive));
-        turn.emplace(std::move(taken));
-      }
-      ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context, streams_.Take(alive));
-      DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
-      absl::Status status = step.Run();
-      // What the step did has been done, however it ended.
-      AddPages(step.pages());
-      AddFiles(step.files());
-      if (absl::IsCancelled(status) || absl::IsDeadlineExceeded(status)) return status;
-      if (!status.ok()) {
-        Degrade(status);
-        return FallBack(request);
-      }
-      plans = step.Finish();
-      left_over = step.left_over();
-      if (timed) AddTimes(step.seconds());
-      if (!left_over.empty()) AddFallback(step.fallback_rows());
-      NoteIndexBytes(step.index_bytes_refused());
+  };
+
+  absl::StatusOr<Outcome> StepOnDevice(const StepRequest& request, bool timed) {
+    const auto alive = [&] { return CheckAlive(request); };
+    std::optional<LeasePool<FileTurn>::Lease> turn;
+    if (DeviceStep::WaitsForFiles(request, *store_)) {
+      ATTND_ASSIGN_OR_RETURN(LeasePool<FileTurn>::Lease taken, file_turns_.Take(alive));
+      turn.emplace(std::move(taken));
     }
-    if (!left_over.empty()) {
-      ATTND_RETURN_IF_ERROR(StepRows(request, left_over, cpu_.get(), &plans));
+    ATTND_ASSIGN_OR_RETURN(const LeasePool<StreamContext>::Lease context, streams_.Take(alive));
+    DeviceStep step(request, store_.get(), context.get(), options_.cooperative_groups, timed);
+    const absl::Status run = step.Run();
+    return OutcomeOf(run, &step, timed);
+  }
+
+  // run: what running it gave.
+  Outcome OutcomeOf(const absl::Status& run, DeviceStep* step, bool timed) {
+    // What the step did has been done, however it ended.
+    AddPages(step->pages());
+    AddFiles(step->files());
+    Outcome outcome{run, {}, {}};
+    if (!run.ok()) return outcome;
+    outcome.plans = step->Finish();
+    outcome.left_over = step->left_over();
+    if (timed) AddTimes(step->seconds());
+    if (!outcome.left_over.empty()) AddFallback(step->fallback_rows());
+    NoteIndexBytes(step->index_bytes_refused());
+    return outcome;
+  }
+
+  // Has the CPU answer what the device has not.
+  absl::Status Complete(const StepRequest& request, Outcome outcome) {
+    if (absl::IsCancelled(outcome.status) || absl::IsDeadlineExceeded(outcome.status)) {
+      return outcome.status;
     }
-    AddInOrder(std::move(plans), request.plans);
+    if (!outcome.status.ok()) {
+      Degrade(outcome.status);
+      return FallBack(request);
+    }
+    if (!outcome.left_over.empty()) {
+      ATTND_RETURN_IF_ERROR(StepRows(request, outcome.left_over, cpu_.get(), &outcome.plans));
+    }
+    AddInOrder(std::move(outcome.plans), request.plans);
     return absl::OkStatus();
   }
 

@@ -37,6 +37,8 @@ struct CudaBackendOptions {
   // Whether cooperative groups may answer units (step_layout.h), where the device has them; else
   // the stages do.
   bool cooperative_groups = true;
+  // Whether steps are prepared, and launched, before their queries are there (Backend::Prepare).
+  bool launch_ahead = true;
   uint32_t build_threads = 0;  // that order a built segment; 0: all cores
   // Between two looks at whether the device still works, where no step asks (fault_watch.h). 0:
   // nobody looks.

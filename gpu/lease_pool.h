@@ -5,7 +5,9 @@
 #define ATTND_GPU_LEASE_POOL_H_
 
 #include <chrono>
+#include <cstddef>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -49,17 +51,26 @@ class LeasePool {
       {
         MutexLock lock(mutex_);
         if (free_.empty()) changed_.WaitFor(mutex_, kPoll);
-        if (!free_.empty()) {
-          std::unique_ptr<T> thing = std::move(free_.back());
-          free_.pop_back();
-          return Lease(this, std::move(thing));
-        }
+        if (!free_.empty()) return TakeLast();
       }
       ATTND_RETURN_IF_ERROR(alive());
     }
   }
 
+  // One at once, if `others` stay free.
+  std::optional<Lease> TakeIfFree(size_t others) {
+    MutexLock lock(mutex_);
+    if (free_.size() <= others) return std::nullopt;
+    return TakeLast();
+  }
+
  private:
+  Lease TakeLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    std::unique_ptr<T> thing = std::move(free_.back());
+    free_.pop_back();
+    return Lease(this, std::move(thing));
+  }
+
   Mutex mutex_;
   CondVar changed_;
   std::vector<std::unique_ptr<T>> free_ ABSL_GUARDED_BY(mutex_);

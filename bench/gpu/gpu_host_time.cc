@@ -7,6 +7,9 @@
 //   after   from the device's answer until the return: outputs, statistics
 //   device  between the two
 //
+// Steps are those of passes: what can be prepared of a layer is prepared before its queries are
+// there, unless --ahead=false, and not counted.
+//
 // First through the CUDA backend alone, over a device that does nothing (idle_device.h) and over
 // segments of real sizes without content. Then through an engine, over as many segments, but short
 // ones: how long they are takes the host no time. With --device=cuda only the engine's steps are
@@ -48,6 +51,7 @@ ABSL_FLAG(uint32_t, between_kib, 4096, "written between two steps");
 ABSL_FLAG(uint32_t, engine_steps, 384, "the same of an engine; 0: no engine");
 ABSL_FLAG(std::vector<std::string>, rows, (std::vector<std::string>{"1", "4"}), "rows of a step");
 ABSL_FLAG(uint32_t, engine_segment_tokens, 512, "of the engine's segments");
+ABSL_FLAG(bool, ahead, true, "whether steps are prepared before their queries are there");
 ABSL_FLAG(std::string, device, "idle", "idle or cuda");
 
 namespace attnd::bench {
@@ -78,6 +82,7 @@ struct TimedBackend {
     gpu::CudaBackendOptions options;
     if (absl::GetFlag(FLAGS_device) == "idle") options.device_memory_bytes = uint64_t{256} << 30;
     options.timed_steps = 0;
+    options.launch_ahead = absl::GetFlag(FLAGS_ahead);
     backend = Must(gpu::MakeCudaBackend(options, std::make_unique<TimedDevice>(MakeDevice(), times),
                                         attention::MakeCpuBackend({.threads = 1})));
   }
@@ -203,7 +208,9 @@ Times StepsOfBackend(uint32_t rows, uint32_t segment_tokens, bool between) {
       attention::StepRequest request;
       request.layer = layer;
       request.rows = step_rows;
+      const auto prepared = timed.backend->Prepare(request);
       if (between) memory.Write();
+      request.prepared = prepared.get();
       const auto begin = Clock::now();
       Must(timed.backend->Step(request));
       const auto end = Clock::now();
@@ -274,14 +281,16 @@ class EngineSteps {
         decode_rows[r].query_tokens = 1;
         decode_rows[r].position = prompt_.committed_tokens + step;
       }
-      args.rows = decode_rows;
-      for (args.layer = 0; args.layer < shape_.layers; ++args.layer) {
+      const auto pass = Must(engine_->BeginPass("", prompt_.id + 1, decode_rows, shape_.layers));
+      while (pass->layer() < shape_.layers) {
         if (between) memory.Write();
+        pass->WarmNextLayer();
         const auto begin = Clock::now();
-        Must(engine_->Decode("", prompt_.id + 1, args, answer, &result));
+        Must(pass->Step(args, answer, &result));
         const auto end = Clock::now();
         for (const auto& row : result.rows) Must(row.status);
         if (step >= kWarmUpSteps) times.Add(begin, *times_, end);
+        pass->PrepareNextLayer();
       }
     }
     for (const uint64_t id : ids) Must(engine_->Close("", id));

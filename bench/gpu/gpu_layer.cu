@@ -123,6 +123,7 @@ StepHeader Layer::Plan(const Policy& policy, bool cooperative_groups) {
   std::vector<std::byte> input(places.input_bytes);
   std::byte* const device_input = Keep(NewOnDevice<std::byte>(places.input_bytes));
   writer.Write(input.data(), device_input, Keep(NewOnDevice<std::byte>(places.scratch_bytes)));
+  writer.WriteTokens(input.data());
   CHECK_CUDA(cudaMemcpy(device_input, input.data(), input.size(), cudaMemcpyHostToDevice));
   return writer.header();
 }

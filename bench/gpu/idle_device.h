@@ -32,6 +32,7 @@ class IdleStream : public gpu::Stream {
   }
   bool has_cooperative_groups() const override { return true; }
   absl::Status RunStep(const gpu::StepRun&) override { return absl::OkStatus(); }
+  absl::StatusOr<bool> RunStepBehind(const gpu::StepRun&, const uint32_t*) override { return true; }
   bool ran_from_graph() const override { return true; }
   absl::Status BuildIndexes(const gpu::KernelShape&, const gpu::IndexJob&, const gpu::IndexJob*,
                             uint32_t, std::byte*) override {

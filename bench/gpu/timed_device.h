@@ -18,7 +18,8 @@
 
 namespace attnd::bench {
 
-// Of the last step. One step at a time.
+// Of the last step. One step at a time. A step behind a gate is given when the gate has been opened:
+// whoever has done that waits for it at once.
 struct DeviceTimes {
   std::chrono::steady_clock::time_point given, answered;
 };
@@ -39,6 +40,10 @@ class TimedStream : public gpu::Stream {
     times_->given = std::chrono::steady_clock::now();
     return stream_->RunStep(run);
   }
+  absl::StatusOr<bool> RunStepBehind(const gpu::StepRun& run, const uint32_t* gate) override {
+    ATTND_ASSIGN_OR_RETURN(behind_gate_, stream_->RunStepBehind(run, gate));
+    return behind_gate_;
+  }
   bool ran_from_graph() const override { return stream_->ran_from_graph(); }
   absl::Status BuildIndexes(const gpu::KernelShape& shape, const gpu::IndexJob& first_job,
                             const gpu::IndexJob* device_jobs, uint32_t count,
@@ -46,6 +51,7 @@ class TimedStream : public gpu::Stream {
     return stream_->BuildIndexes(shape, first_job, device_jobs, count, scratch);
   }
   absl::Status Synchronize() override {
+    if (std::exchange(behind_gate_, false)) times_->given = std::chrono::steady_clock::now();
     absl::Status status = stream_->Synchronize();
     times_->answered = std::chrono::steady_clock::now();
     return status;
@@ -56,6 +62,7 @@ class TimedStream : public gpu::Stream {
  private:
   const std::unique_ptr<gpu::Stream> stream_;
   const std::shared_ptr<DeviceTimes> times_;
+  bool behind_gate_ = false;
 };
 
 class TimedDevice : public ForwardingDevice {

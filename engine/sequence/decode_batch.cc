@@ -310,7 +310,8 @@ absl::StatusOr<AnswerBuffers> DecodeBatch::TakeMemory(AnswerMemory memory) const
   return buffers;
 }
 
-absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory) {
+absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
+                              attention::PreparedStep* prepared) {
   // Extents that no accepted row has confirmed must not choose how much memory is taken.
   if (step_rows_.empty()) result_->value_dim = 0;
   ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, TakeMemory(memory));
@@ -325,10 +326,22 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory) 
   request.rows = step_rows_;
   request.deadline = args_.deadline;
   request.cancelled = args_.cancelled;
+  request.prepared = prepared;
   ATTND_RETURN_IF_ERROR(backend->Step(request));
   ClearFaulty();
   RefuseOverflow();
   return absl::OkStatus();
+}
+
+DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
+  ExpectedRows expected{std::move(step_rows_), std::move(sequences_)};
+  for (attention::StepRow& row : expected.rows) {
+    row.queries = nullptr;
+    row.out = row.lse = nullptr;
+    row.stats = nullptr;
+    row.fault = nullptr;
+  }
+  return expected;
 }
 
 // A row whose pages are lost has no answer.

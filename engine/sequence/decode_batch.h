@@ -72,8 +72,18 @@ class DecodeBatch {
   uint64_t sequence_id(size_t step_row) const {
     return args_.rows[step_row_numbers_[step_row]].sequence_id;
   }
-  // Answers the accepted rows, into the caller's memory, for which it asks once.
-  absl::Status Run(attention::Backend* backend, AnswerMemory memory);
+  // Answers the accepted rows, into the caller's memory, for which it asks once. prepared: what the
+  // backend has prepared for them, or null.
+  absl::Status Run(attention::Backend* backend, AnswerMemory memory,
+                   attention::PreparedStep* prepared);
+
+  // The accepted rows of a batch that has run, as a step of another layer has them before its
+  // queries are there, and what they point at.
+  struct ExpectedRows {
+    std::vector<attention::StepRow> rows;
+    std::vector<std::shared_ptr<Sequence>> sequences;
+  };
+  ExpectedRows TakeExpectedRows();
 
  private:
   // Where a row's tokens start in the tensors.

@@ -18,6 +18,7 @@
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/empty_kernel.h"
 #include "gpu/cuda/event.h"
+#include "gpu/cuda/gate_kernel.h"
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/step/step_graphs.h"
 #include "gpu/cuda/step/step_kernels.h"
@@ -140,6 +141,17 @@ class CudaStream : public Stream {
       for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
     }
     return status;
+  }
+  absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    timed_ = false;
+    fetches_ = Fetches(run.header);
+    const auto enqueue = [&] {
+      ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, main_), "a gate"));
+      return Enqueue(run);
+    };
+    ATTND_ASSIGN_OR_RETURN(ran_from_graph_, graphs_.RunBehind(run, main_, enqueue));
+    return ran_from_graph_;
   }
   bool ran_from_graph() const override { return ran_from_graph_; }
 

@@ -78,6 +78,12 @@ class Stream {
   virtual bool has_cooperative_groups() const = 0;
   // No other work of the stream may be under way.
   virtual absl::Status RunStep(const StepRun& run) = 0;
+  // Launches a step that begins once `gate`, a word of pinned memory that is 0 now, is not. All
+  // that the device reads of the host for it, it reads behind the gate. False, and nothing is
+  // launched, if it cannot be launched by one call: while a step waits, a further call into CUDA
+  // may wait for it. Whoever opens the gate calls nothing of CUDA before. No other work of the
+  // stream may be under way. The step is not timed.
+  virtual absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) = 0;
   // Whether the last step was launched as a CUDA graph, captured from an equal step before.
   virtual bool ran_from_graph() const = 0;
   // Builds the indexes of device_jobs ([count] in device memory, all of the same sizes). first_job:

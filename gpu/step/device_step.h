@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// DeviceStep: one Backend::Step on one stream, in waves.
+// DeviceStep: one Backend::Step on one stream, in waves, or as one wave that is prepared before its
+// queries are there.
 #ifndef ATTND_GPU_STEP_DEVICE_STEP_H_
 #define ATTND_GPU_STEP_DEVICE_STEP_H_
 
@@ -32,6 +33,10 @@ class DeviceStep {
   // request: one that has begun.
   DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
+  // A wave that waits behind its gate then runs over nothing.
+  ~DeviceStep();
+  DeviceStep(const DeviceStep&) = delete;
+  DeviceStep& operator=(const DeviceStep&) = delete;
 
   // Whether the step may wait for a disk while it has a stream, for as long as that takes: a row
   // over segments in files is the device's, and does not estimate what is late. Once it is false it
@@ -42,6 +47,14 @@ class DeviceStep {
   // error is the device's, and the device can then no longer be used. Rows that the device has no
   // room for are left over.
   absl::Status Run();
+
+  // Run in two parts. Prepare needs neither the rows' queries nor the tokens that they append: it
+  // pins, plans, writes the input but for these, and launches the step behind a gate, where that
+  // can be. False: this step cannot be prepared, and nothing was launched. RunPrepared then answers
+  // the rows, as Run would, which have their queries, tokens and buffers by then.
+  absl::StatusOr<bool> Prepare();
+  absl::Status RunPrepared();
+
   // Numbers of the rows that were not answered, ascending.
   const std::vector<uint32_t>& left_over() const { return left_over_; }
   const std::array<uint64_t, attention::kFallbacks>& fallback_rows() const {
@@ -62,11 +75,14 @@ class DeviceStep {
   absl::Status RunRows(const std::vector<WaveShape>& shapes, uint32_t first,
                        std::vector<bool>* done);
   absl::Status RunRow(uint32_t row);
+  absl::StatusOr<bool> PrepareRow(uint32_t row);
   // Pins the device copies that the row reads, and uploads what they lack. ResourceExhausted if
   // there is no room.
   absl::Status Pin(uint32_t row, RowMemory* memory);
   absl::Status PinSegments(uint32_t row, RowMemory* memory);
   absl::Status PinTail(uint32_t row, RowMemory* memory);
+  // Whether the first `tokens` tokens of tail block `block` include one that the row appends.
+  static bool AppendsTo(const RowDescription& row, uint64_t block, uint32_t tokens);
   // Uploads a layer of a segment; what lies in a file comes from there. False if it could not be
   // read. Errors: Cancelled, DeadlineExceeded, the device's.
   absl::StatusOr<bool> UploadSegment(Resident* resident, const attention::Segment& segment);
@@ -111,6 +127,8 @@ class DeviceStep {
   uint32_t wave_runs_ = 0;   // with that cache
   Uploader uploader_;        // behind all that work on the device uses
   attention::BackendStats::Files file_counts_;
+  bool prepares_ = false;      // the tokens that rows append are not there yet
+  bool waits_ = false;         // the wave, behind its gate
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room
   bool tail_refused_ = false;  // of the row that was pinned last, for want of room

@@ -90,7 +90,7 @@ struct RowDescription {
 };
 
 // New tokens that a step uploads in its own input buffer. The tokens must stay until
-// StepWriter::Write.
+// StepWriter::WriteTokens.
 struct Upload {
   std::byte* to = nullptr;  // on the device
   const std::byte* from = nullptr;

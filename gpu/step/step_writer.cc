@@ -152,8 +152,31 @@ uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte*
     At<RowRef>(input, places.rows)[i] = parts_[i].ref;
     WriteRow(parts_[i], memories_[i], places, input);
   }
-  WriteUploads(places, input);
+  WriteUploadRefs(places, input);
   return places.input_bytes;
+}
+
+void StepWriter::WriteTokens(std::byte* input) const {
+  const WavePlaces places = this->places();
+  const uint64_t token_bytes = QueryBytes(shape_);
+  for (const RowPart& part : parts_) {
+    std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
+                part.row->queries + part.first_token * token_bytes, part.tokens * token_bytes);
+  }
+  std::byte* to = input + places.upload_data;
+  for (const RowMemory& memory : memories_) {
+    for (const Upload& upload : memory.uploads) {
+      std::memcpy(to, upload.from, upload.bytes);
+      to += upload.bytes;
+    }
+  }
+}
+
+void StepWriter::WriteNoTokens(std::byte* input) const {
+  const WavePlaces places = this->places();
+  std::memset(input + places.queries, 0, counts_.query_tokens * QueryBytes(shape_));
+  UploadRef* const refs = At<UploadRef>(input, places.upload_refs);
+  for (uint64_t i = 0; i < counts_.uploads; ++i) refs[i].bytes = 0;
 }
 
 void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
@@ -223,7 +246,7 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.lane_results = At<LaneResult>(results, places.result.lane_results);
 }
 
-// The part's segments, trees, tail blocks and queries.
+// The part's segments, trees and tail blocks.
 void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,
                           std::byte* input) const {
   const RowDescription& row = *part.row;
@@ -237,9 +260,6 @@ void StepWriter::WriteRow(const RowPart& part, const RowMemory& memory, const Wa
   }
   std::copy(memory.tail_blocks.begin(), memory.tail_blocks.end(),
             At<const std::byte*>(input, places.tail_blocks) + part.ref.tail_blocks_begin);
-  const uint64_t token_bytes = QueryBytes(shape_);
-  std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
-              row.queries + part.first_token * token_bytes, part.tokens * token_bytes);
 }
 
 void StepWriter::WriteCoopUnits(CoopUnit* units) {
@@ -253,13 +273,12 @@ void StepWriter::WriteCoopUnits(CoopUnit* units) {
   }
 }
 
-void StepWriter::WriteUploads(const WavePlaces& places, std::byte* input) const {
+void StepWriter::WriteUploadRefs(const WavePlaces& places, std::byte* input) const {
   UploadRef* ref = At<UploadRef>(input, places.upload_refs);
   uint64_t from = 0;
   for (const RowMemory& memory : memories_) {
     for (const Upload& upload : memory.uploads) {
       *ref++ = {upload.to, from, upload.bytes};
-      std::memcpy(input + places.upload_data + from, upload.from, upload.bytes);
       from += upload.bytes;
     }
   }

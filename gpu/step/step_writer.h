@@ -53,8 +53,8 @@ class StepWriter {
   // uploads: whole units, or all that are left; none if not even one unit fits.
   std::optional<PlannedPart> Plan(const RowDescription& row, uint32_t number, uint32_t first_token,
                                   std::span<const Upload> uploads) const;
-  // Adds what was planned since the last part was added. The row's description and what uploads
-  // point at must stay until Write.
+  // Adds what was planned since the last part was added. The row's description, its queries and
+  // what uploads point at must stay until WriteTokens.
   void Add(PlannedPart planned, RowMemory memory);
   // Takes these rows' parts out of the wave, whose other parts then lie as if they had been alone.
   void Remove(const std::set<uint32_t>& rows);
@@ -72,8 +72,12 @@ class StepWriter {
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
 
   // Fills `input` (host, places().input_bytes), which the device will find at `device_input`, for a
-  // step with scratch memory at `device_scratch`. Returns the bytes to copy.
+  // step with scratch memory at `device_scratch`, but for its tokens. Returns the bytes to copy.
   uint64_t Write(std::byte* input, std::byte* device_input, std::byte* device_scratch);
+  // After Write: fills in the queries and what uploads point at.
+  void WriteTokens(std::byte* input) const;
+  // In place of WriteTokens: queries of zeros, and no upload. Such a step does no harm.
+  void WriteNoTokens(std::byte* input) const;
   // After Write.
   const StepHeader& header() const { return header_; }
   const ResultPlaces& results() const { return results_; }
@@ -97,7 +101,7 @@ class StepWriter {
   void WriteCoopUnits(CoopUnit* units);
   void WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,
                 std::byte* input) const;
-  void WriteUploads(const WavePlaces& places, std::byte* input) const;
+  void WriteUploadRefs(const WavePlaces& places, std::byte* input) const;
 
   const WaveRoom room_;
   const bool cooperative_groups_;

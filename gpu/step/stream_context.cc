@@ -22,6 +22,7 @@ absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* dev
   std::unique_ptr<StreamContext> context(new StreamContext(device, room, counts));
   ATTND_ASSIGN_OR_RETURN(context->input_, device->AllocatePinned(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->results_, device->AllocatePinned(room.result_bytes));
+  ATTND_ASSIGN_OR_RETURN(context->gate_, device->AllocatePinned(sizeof(uint32_t)));
   ATTND_ASSIGN_OR_RETURN(context->device_input_, device->Allocate(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->device_scratch_, device->Allocate(room.scratch_bytes));
   ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream());
@@ -32,6 +33,7 @@ StreamContext::~StreamContext() {
   stream_.reset();  // waits for its work, which uses the rest
   device_->Free(device_scratch_);
   device_->Free(device_input_);
+  device_->FreePinned(gate_);
   device_->FreePinned(results_);
   device_->FreePinned(input_);
 }
@@ -84,29 +86,62 @@ absl::Status StreamContext::SendInput(uint64_t bytes) {
   return absl::OkStatus();
 }
 
-absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
-                                    bool measure, bool timed, uint64_t input_bytes,
-                                    const std::byte* device_results, uint64_t result_bytes) {
+StepRun StreamContext::Run(const KernelShape& shape, const StepHeader& header, bool measure,
+                           bool timed, uint64_t input_bytes, const std::byte* device_results,
+                           uint64_t result_bytes) const {
   CHECK(!busy_) << "one step at a time";
   CHECK_LE(input_bytes, room_.input_bytes);
   CHECK_LE(result_bytes, room_.result_bytes);
   CHECK(device_results >= device_scratch_ &&
         device_results + result_bytes <= device_scratch_ + room_.scratch_bytes);
-  busy_ = true;
-  ATTND_RETURN_IF_ERROR(stream_->RunStep({.shape = shape,
-                                          .header = header,
-                                          .measure = measure,
-                                          .timed = timed,
-                                          .input = input_,
-                                          .device_input = device_input_,
-                                          .input_bytes = input_bytes,
-                                          .device_results = device_results,
-                                          .results = results_,
-                                          .result_bytes = result_bytes}));
-  counts_->to_device.fetch_add(input_bytes, std::memory_order_relaxed);
-  counts_->to_host.fetch_add(result_bytes, std::memory_order_relaxed);
+  return {.shape = shape,
+          .header = header,
+          .measure = measure,
+          .timed = timed,
+          .input = input_,
+          .device_input = device_input_,
+          .input_bytes = input_bytes,
+          .device_results = device_results,
+          .results = results_,
+          .result_bytes = result_bytes};
+}
+
+void StreamContext::Count(const StepRun& run) {
+  counts_->to_device.fetch_add(run.input_bytes, std::memory_order_relaxed);
+  counts_->to_host.fetch_add(run.result_bytes, std::memory_order_relaxed);
   counts_->graph_launches.fetch_add(stream_->ran_from_graph() ? 1 : 0, std::memory_order_relaxed);
+}
+
+absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
+                                    bool measure, bool timed, uint64_t input_bytes,
+                                    const std::byte* device_results, uint64_t result_bytes) {
+  const StepRun run =
+      Run(shape, header, measure, timed, input_bytes, device_results, result_bytes);
+  busy_ = true;
+  ATTND_RETURN_IF_ERROR(stream_->RunStep(run));
+  Count(run);
   return absl::OkStatus();
+}
+
+absl::StatusOr<bool> StreamContext::RunStepBehindGate(const KernelShape& shape,
+                                                      const StepHeader& header, bool measure,
+                                                      uint64_t input_bytes,
+                                                      const std::byte* device_results,
+                                                      uint64_t result_bytes) {
+  const StepRun run =
+      Run(shape, header, measure, /*timed=*/false, input_bytes, device_results, result_bytes);
+  auto* const gate = reinterpret_cast<uint32_t*>(gate_);
+  std::atomic_ref(*gate).store(0, std::memory_order_relaxed);
+  ATTND_ASSIGN_OR_RETURN(const bool launched, stream_->RunStepBehind(run, gate));
+  if (!launched) return false;
+  busy_ = true;
+  Count(run);
+  return true;
+}
+
+void StreamContext::OpenGate(bool in_vain) {
+  std::atomic_ref(*reinterpret_cast<uint32_t*>(gate_)).store(1, std::memory_order_release);
+  (in_vain ? counts_->steps_in_vain : counts_->steps_ahead).fetch_add(1, std::memory_order_relaxed);
 }
 
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes, uint64_t at) {

@@ -24,6 +24,8 @@ struct TransferCounts {
   std::atomic<uint64_t> to_device{0};  // bytes
   std::atomic<uint64_t> to_host{0};
   std::atomic<uint64_t> graph_launches{0};  // of steps
+  // Steps that waited behind a gate, by what it was opened for.
+  std::atomic<uint64_t> steps_ahead{0}, steps_in_vain{0};
 };
 
 // One thread at a time, and one step at a time: a step begins when nothing is under way. `device`
@@ -65,6 +67,14 @@ class StreamContext {
   absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
                        uint64_t input_bytes, const std::byte* device_results,
                        uint64_t result_bytes);
+  // RunStep, not timed, of a step that begins with OpenGate: until then the input buffer may
+  // change. False, and nothing has been launched, if it cannot wait (Stream::RunStepBehind).
+  absl::StatusOr<bool> RunStepBehindGate(const KernelShape& shape, const StepHeader& header,
+                                         bool measure, uint64_t input_bytes,
+                                         const std::byte* device_results, uint64_t result_bytes);
+  // What was written to the input buffer before is the step's input. in_vain: that of no step, and
+  // nobody wants the results.
+  void OpenGate(bool in_vain);
   // Copies to the result buffer, from byte `at` on.
   absl::Status Fetch(const std::byte* from, uint64_t bytes, uint64_t at = 0);
   // Waits for all work of the stream; then the buffers are free again.
@@ -76,6 +86,12 @@ class StreamContext {
   StreamContext(Device* device, const WaveRoom& room, TransferCounts* counts)
       : device_(device), room_(room), counts_(counts) {}
 
+  // Checks that a step may run now.
+  StepRun Run(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
+              uint64_t input_bytes, const std::byte* device_results, uint64_t result_bytes) const;
+  // Counts a step that was launched.
+  void Count(const StepRun& run);
+
   Device* const device_;
   const WaveRoom room_;
   TransferCounts* const counts_;
@@ -84,6 +100,7 @@ class StreamContext {
   std::byte* results_ = nullptr;
   std::byte* device_input_ = nullptr;
   std::byte* device_scratch_ = nullptr;
+  std::byte* gate_ = nullptr;  // a word of pinned memory
   uint64_t sent_bytes_ = 0;  // of the input buffer that copies under way may still read
   bool busy_ = false;
 };

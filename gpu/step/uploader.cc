@@ -87,10 +87,14 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
   CHECK_LE(tokens, kTailBlockTokens);
   arrivals_.push_back({resident, layer, tokens});
   std::byte* to = resident->pages() + layer * (block.size() / shape.layers);
-  if (begin == 0 && tokens == kTailBlockTokens) return SendTokens(to, block, shape, layer, tokens);
+  if (SendsWhole(*resident, layer, tokens)) return SendTokens(to, block, shape, layer, tokens);
   std::vector<Upload> now;
   AddRows(block, shape, layer, to, begin, tokens, later != nullptr ? later : &now);
   return SendAll(now);
+}
+
+bool Uploader::SendsWhole(const Resident& resident, uint32_t layer, uint32_t tokens) {
+  return resident.tokens(layer) == 0 && tokens == kTailBlockTokens;
 }
 
 absl::Status Uploader::SendTokens(std::byte* to, const TailBlock& block, const ModelShape& shape,

@@ -52,6 +52,9 @@ class Uploader {
                             const ModelShape& shape, uint32_t layer, uint32_t tokens,
                             std::vector<Upload>* later);
 
+  // Whether UploadTokens would send the block at once in any case.
+  static bool SendsWhole(const Resident& resident, uint32_t layer, uint32_t tokens);
+
   // Sends the first `tokens` tokens of a layer of a tail block, which must have been written, to
   // `to`, which has room for the block's layer.
   absl::Status SendTokens(std::byte* to, const attention::TailBlock& block, const ModelShape& shape,

@@ -20,6 +20,9 @@ namespace attnd::server {
 namespace {
 
 constexpr uint32_t kSpinUsMax = 10'000;
+// From an answer until the next layer's ring. So long the engine stays ready for it, which may hold
+// others up.
+constexpr std::chrono::milliseconds kPromptRing{1};
 
 plane::Span ToSpan(const v1::PassSpan& proto) { return {proto.offset(), proto.layer_stride()}; }
 
@@ -178,19 +181,43 @@ absl::Status MemoryPass::Run(engine::DecodeResult* result) {
 
 absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* result) {
   while (pass->layer() < stream_.options->layers) {
-    ATTND_RETURN_IF_ERROR(AwaitRing());
+    ATTND_RETURN_IF_ERROR(AwaitRing(pass));
     rung_ = true;
     ATTND_RETURN_IF_ERROR(AnswerLayer(pass, result));
     turns_.Answer(failed_rows_);
-    pass->WarmNextLayer();
-    if (pass->layer() < stream_.options->layers) BlankAnswer();
+    PrepareLayer(pass);
   }
   if (stream_.options->stats == v1::Pass::STATS_OF_PASS) *result = stats_.Total(*result);
   return absl::OkStatus();
 }
 
-absl::Status MemoryPass::AwaitRing() const {
-  const Clock::time_point latest = Clock::now() + stream_.handlers->options->reply_timeout();
+void MemoryPass::PrepareLayer(engine::Pass* pass) {
+  prepared_ = prompt_ && pass->layer() < stream_.options->layers;
+  if (prepared_) {
+    pass->PrepareNextLayer();
+  } else {
+    pass->ForgetNextLayer();
+  }
+  pass->WarmNextLayer();
+  if (pass->layer() < stream_.options->layers) BlankAnswer();
+}
+
+absl::Status MemoryPass::AwaitRing(engine::Pass* pass) {
+  const Clock::time_point prompt = Clock::now() + kPromptRing;
+  if (prepared_) {
+    absl::Status status = AwaitRingUntil(prompt);
+    if (!absl::IsDeadlineExceeded(status)) return status;
+    pass->ForgetNextLayer();
+    prepared_ = false;
+  }
+  ATTND_RETURN_IF_ERROR(
+      AwaitRingUntil(Clock::now() + stream_.handlers->options->reply_timeout()));
+  // A first layer's ring tells nothing: the pass was declared ahead.
+  prompt_ = Clock::now() < prompt || !rung_;
+  return absl::OkStatus();
+}
+
+absl::Status MemoryPass::AwaitRingUntil(Clock::time_point latest) const {
   return turns_.AwaitRing({.limit = std::min(stream_.options->deadline.value_or(latest), latest),
                            .spin = spin_,
                            .waiting = waiting_,

@@ -84,7 +84,11 @@ class MemoryPass {
   absl::Status MakeCopies();
   static absl::Status MakeCopy(engine::TensorView* tensor, Input* input);
   absl::Status RunLayers(engine::Pass* pass, engine::DecodeResult* result);
-  absl::Status AwaitRing() const;
+  // Has the engine get ready for the next layer, whose ring is not there yet.
+  void PrepareLayer(engine::Pass* pass);
+  // Waits for the ring; the engine gives up what it has got ready if that takes too long.
+  absl::Status AwaitRing(engine::Pass* pass);
+  absl::Status AwaitRingUntil(Clock::time_point latest) const;
   absl::Status AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
   void CopyIn(uint32_t layer);
   void CopyOut(uint32_t layer);
@@ -114,7 +118,9 @@ class MemoryPass {
   bool blank_ = false;  // all of them are NaN
   PassStats stats_;
   uint32_t failed_rows_ = 0;
-  bool rung_ = false;  // for its first layer
+  bool rung_ = false;      // for its first layer
+  bool prepared_ = false;  // the engine has got ready for the next layer
+  bool prompt_ = true;     // the last ring came while the engine was, or would have been, ready
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 };

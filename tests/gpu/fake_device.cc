@@ -75,6 +75,10 @@ uint64_t FakeControl::steps() const {
   MutexLock lock(mutex_);
   return steps_;
 }
+uint64_t FakeControl::steps_behind_gates() const {
+  MutexLock lock(mutex_);
+  return steps_behind_gates_;
+}
 uint64_t FakeControl::uploads() const {
   MutexLock lock(mutex_);
   return uploads_;
@@ -229,6 +233,27 @@ class FakeStream : public Stream {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     return CopyToHost(run.results, run.device_results, run.result_bytes);
+  }
+  absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) override {
+    {
+      MutexLock lock(control_->mutex_);
+      EXPECT_TRUE(Inside(control_->pinned_, gate, sizeof(*gate)));
+      EXPECT_EQ(*gate, 0u);
+      EXPECT_TRUE(work_.empty());
+      EXPECT_FALSE(run.timed);
+      if (control_->faults_.no_gates) return false;
+      // Whoever waits for a step that nobody lets begin would wait for ever.
+      work_.push_back([gate] { ASSERT_NE(std::atomic_ref(*const_cast<uint32_t*>(gate)), 0u); });
+    }
+    absl::Status status = RunStep(run);
+    MutexLock lock(control_->mutex_);
+    if (absl::IsResourceExhausted(status)) {
+      work_.clear();
+      return false;
+    }
+    ATTND_RETURN_IF_ERROR(status);
+    ++control_->steps_behind_gates_;
+    return true;
   }
   bool ran_from_graph() const override { return false; }
 

@@ -35,6 +35,7 @@ struct Faults {
   bool step_midway = false;            // the next step fails with half of its work done
   uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
   uint64_t launches = 1;               // and so many after it
+  bool no_gates = false;               // no step can be launched behind a gate
   bool bad_index = false;              // BuildIndexes leaves an order that is none
   uint64_t mapping = kNever;        // the n-th MapHostMemory from now on is refused, and all after
   uint64_t mapping_fault = kNever;  // the n-th from now on fails, and every call after it
@@ -53,6 +54,7 @@ class FakeControl {
   void Set(const Faults& faults);
   uint64_t allocations() const;   // live ones
   uint64_t steps() const;         // that were run
+  uint64_t steps_behind_gates() const;  // that were launched
   uint64_t uploads() const;       // bytes that came by UploadRefs
   uint64_t builds() const;        // layers that were built
   uint64_t coop_units() const;    // of steps, that cooperative groups answer
@@ -112,6 +114,7 @@ class FakeControl {
   std::set<const void*> missed_ ABSL_GUARDED_BY(mutex_);
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t coop_units_ ABSL_GUARDED_BY(mutex_) = 0;

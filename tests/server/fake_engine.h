@@ -194,6 +194,8 @@ class FakeEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override {}
+    void PrepareNextLayer() override {}
+    void ForgetNextLayer() override {}
 
    private:
     FakeEngine* const engine_;

@@ -66,12 +66,31 @@ absl::Status StepGraphs::Run(const StepRun& run, cudaStream_t stream,
     capturing_works_ = captured.ok() || absl::IsResourceExhausted(captured);
   }
   if (entry->graph == nullptr) return enqueue();
-  absl::Status launched =
-      CudaStatus(cudaGraphLaunch(entry->graph.get(), stream), "launching a step's graph");
+  absl::Status launched = Launch(entry->graph, stream);
   *from_graph = launched.ok();
   if (!absl::IsResourceExhausted(launched)) return launched;
   entry->graph.reset();  // what it takes, its parts may not
   return enqueue();
+}
+
+absl::StatusOr<bool> StepGraphs::RunBehind(const StepRun& run, cudaStream_t stream,
+                                           absl::FunctionRef<absl::Status()> enqueue) {
+  Entry* entry = Find(run);
+  if (!capturing_works_ || entry->graph == nullptr) return false;
+  if (entry->behind_gate == nullptr) {
+    const absl::Status captured = Capture(stream, enqueue, &entry->behind_gate);
+    capturing_works_ = captured.ok() || absl::IsResourceExhausted(captured);
+    if (!captured.ok()) return false;
+  }
+  absl::Status launched = Launch(entry->behind_gate, stream);
+  if (launched.ok()) return true;
+  if (!absl::IsResourceExhausted(launched)) return launched;
+  entry->behind_gate.reset();
+  return false;
+}
+
+absl::Status StepGraphs::Launch(const Executable& graph, cudaStream_t stream) {
+  return CudaStatus(cudaGraphLaunch(graph.get(), stream), "launching a step's graph");
 }
 
 StepGraphs::Entry* StepGraphs::Find(const StepRun& run) {

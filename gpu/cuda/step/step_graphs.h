@@ -34,6 +34,11 @@ class StepGraphs {
   absl::Status Run(const StepRun& run, cudaStream_t stream,
                    absl::FunctionRef<absl::Status()> enqueue, bool* from_graph);
 
+  // Launches a step behind a gate as one graph, if such steps have one: `enqueue` enqueues the
+  // gate, the same for all steps of this stream, and the step. False: nothing has been launched.
+  absl::StatusOr<bool> RunBehind(const StepRun& run, cudaStream_t stream,
+                                 absl::FunctionRef<absl::Status()> enqueue);
+
  private:
   struct Destroy {
     void operator()(cudaGraphExec_t graph) const { static_cast<void>(cudaGraphExecDestroy(graph)); }
@@ -45,9 +50,11 @@ class StepGraphs {
     uint32_t steps = 0;  // since it came, or since it was captured
     uint64_t last_use = 0;
     Executable graph;  // null until it is captured
+    Executable behind_gate;  // the same
   };
 
   Entry* Find(const StepRun& run);
+  static absl::Status Launch(const Executable& graph, cudaStream_t stream);
   // Nothing has been launched, whatever it returns.
   static absl::Status Capture(cudaStream_t stream, absl::FunctionRef<absl::Status()> enqueue,
                               Executable* graph);

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/prepared_step.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace attnd::gpu {
+namespace {
+
+using attention::StepRequest;
+using attention::StepRow;
+
+// Whether all that a row's part of the input follows from is the same. A view's address names it:
+// views do not change, and the prepared step holds its own.
+bool AreSame(const StepRow& a, const StepRow& b) {
+  return a.view == b.view && a.policy == b.policy && a.past_tokens == b.past_tokens &&
+         a.query_tokens == b.query_tokens && a.query_only == b.query_only &&
+         a.want_kv_head_errors == b.want_kv_head_errors && a.query_dtype == b.query_dtype;
+}
+
+StepRequest Expected(uint32_t layer, std::span<const StepRow> rows) {
+  StepRequest request;
+  request.layer = layer;
+  request.rows = rows;
+  return request;
+}
+
+}  // namespace
+
+PreparedDeviceStep::PreparedDeviceStep(const StepRequest& expected, DeviceCopyStore* store,
+                                       LeasePool<StreamContext>::Lease context,
+                                       bool cooperative_groups)
+    : rows_(expected.rows.begin(), expected.rows.end()),
+      request_(Expected(expected.layer, rows_)),
+      context_(std::move(context)),
+      step_(request_, store, context_.get(), cooperative_groups, /*timed=*/false) {}
+
+bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
+  if (request.layer != request_.layer || request.rows.size() != rows_.size() ||
+      request.plans != nullptr) {
+    return false;
+  }
+  for (size_t row = 0; row < rows_.size(); ++row) {
+    if (!AreSame(request.rows[row], rows_[row])) return false;
+  }
+  return true;
+}
+
+absl::Status PreparedDeviceStep::Run(const StepRequest& request) {
+  rows_.assign(request.rows.begin(), request.rows.end());
+  request_ = request;
+  request_.rows = rows_;
+  return step_.RunPrepared();
+}
+
+}  // namespace attnd::gpu

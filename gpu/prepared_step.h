@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// PreparedDeviceStep: a step whose queries are still to come, with a stream of its own.
+#ifndef ATTND_GPU_PREPARED_STEP_H_
+#define ATTND_GPU_PREPARED_STEP_H_
+
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attention/backend.h"
+#include "gpu/lease_pool.h"
+#include "gpu/memory/device_copy_store.h"
+#include "gpu/step/device_step.h"
+#include "gpu/step/stream_context.h"
+
+namespace attnd::gpu {
+
+// One thread at a time. `store` and the lease's pool must outlive it. Its destructor waits for work
+// on the device.
+class PreparedDeviceStep final : public attention::PreparedStep {
+ public:
+  PreparedDeviceStep(const attention::StepRequest& expected, DeviceCopyStore* store,
+                     LeasePool<StreamContext>::Lease context, bool cooperative_groups);
+
+  // False: the step cannot be prepared. Errors are the device's.
+  absl::StatusOr<bool> Prepare() { return step_.Prepare(); }
+
+  // Whether the request is for the step that was expected, with all that was open then.
+  bool IsFor(const attention::StepRequest& request) const;
+  // Answers such a request, once; errors as DeviceStep::Run's. What came of it is in step().
+  absl::Status Run(const attention::StepRequest& request);
+  DeviceStep& step() { return step_; }
+
+ private:
+  std::vector<attention::StepRow> rows_;
+  attention::StepRequest request_;  // of rows_
+  const LeasePool<StreamContext>::Lease context_;
+  DeviceStep step_;  // last: it uses all of them
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_PREPARED_STEP_H_
