@@ -303,10 +303,25 @@ std::vector<Policy> PresetsFor(const IndexSet& indexes) {
   return policies;
 }
 
-StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
-                   std::vector<absl::Status>* faults) {
+namespace {
+
+StepRow ExpectedRow(const TestRow& row) {
+  StepRow step_row;
+  step_row.view = row.sequence->view;
+  step_row.policy = &row.policy;
+  step_row.past_tokens = row.past_tokens;
+  step_row.query_tokens = row.query_tokens;
+  step_row.query_only = row.query_only;
+  step_row.want_kv_head_errors = row.want_kv_head_errors;
+  step_row.query_dtype = row.query_dtype;
+  return step_row;
+}
+
+// Runs a step over the rows; request: all else of it.
+StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRow> rows,
+                   std::vector<absl::Status>* faults, bool with_plans) {
   StepResult result;
-  result.layer = layer;
+  result.layer = request.layer;
   result.rows.resize(rows.size());
   std::vector<std::vector<std::byte>> queries;
   std::vector<StepRow> step_rows;
@@ -319,14 +334,7 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
     target.out.assign(lanes * shape.value_dim, std::nanf(""));
     target.lse.assign(lanes, std::nanf(""));
     target.stats.zone_tokens = 12345;
-    StepRow step_row;
-    step_row.view = row.sequence->view;
-    step_row.policy = &row.policy;
-    step_row.past_tokens = row.past_tokens;
-    step_row.query_tokens = row.query_tokens;
-    step_row.query_only = row.query_only;
-    step_row.want_kv_head_errors = row.want_kv_head_errors;
-    step_row.query_dtype = row.query_dtype;
+    StepRow step_row = ExpectedRow(row);
     step_row.queries = queries.emplace_back(Stored(row.query_dtype, row.queries)).data();
     step_row.out = target.out.data();
     step_row.lse = target.lse.data();
@@ -334,12 +342,40 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
     if (faults != nullptr) step_row.fault = &faults->at(r);
     step_rows.push_back(step_row);
   }
-  StepRequest request;
-  request.layer = layer;
   request.rows = step_rows;
-  request.plans = &result.plans;
+  if (with_plans) request.plans = &result.plans;
   result.status = backend->Step(request);
   return result;
+}
+
+StepRequest RequestOf(uint32_t layer) {
+  StepRequest request;
+  request.layer = layer;
+  return request;
+}
+
+}  // namespace
+
+StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                   std::vector<absl::Status>* faults) {
+  return RunRows(backend, RequestOf(layer), rows, faults, /*with_plans=*/true);
+}
+
+std::unique_ptr<PreparedStep> PrepareStep(Backend* backend, uint32_t layer,
+                                          std::span<const TestRow> rows) {
+  std::vector<StepRow> step_rows;
+  for (const TestRow& row : rows) step_rows.push_back(ExpectedRow(row));
+  StepRequest request = RequestOf(layer);
+  request.rows = step_rows;
+  return backend->Prepare(request);
+}
+
+StepResult RunPrepared(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                       PreparedStep* prepared, const std::atomic<bool>* cancelled) {
+  StepRequest request = RequestOf(layer);
+  request.prepared = prepared;
+  request.cancelled = cancelled;
+  return RunRows(backend, request, rows, nullptr, /*with_plans=*/false);
 }
 
 std::vector<oracle::Vector> Rows(std::span<const float> flat, size_t dim, size_t begin,

@@ -157,6 +157,11 @@ struct StepResult {
 // faults: [rows] receives why a row has no answer; null: that is then the step's status.
 StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
                    std::vector<absl::Status>* faults = nullptr);
+// Backend::Prepare for such a step, without plans; and the step, with what that gave.
+std::unique_ptr<PreparedStep> PrepareStep(Backend* backend, uint32_t layer,
+                                          std::span<const TestRow> rows);
+StepResult RunPrepared(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                       PreparedStep* prepared, const std::atomic<bool>* cancelled = nullptr);
 
 // The presets that can read segments with these indexes, but for those that need a keep-set.
 std::vector<Policy> PresetsFor(const IndexSet& indexes);

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "tests/engine/passes_support.h"
+#include "tests/engine/random_passes.h"
 
 namespace attnd::engine::test {
 namespace {
@@ -27,37 +28,6 @@ using absl::StatusCode;
 
 class PassesTest : public testing::Test {
  protected:
-  // What comes between two passes, if anything. Whether it changes the sequence, so that a pass
-  // that was given up cannot be replayed.
-  bool Changes(TestSequence* any, int* cut) {
-    switch (random_.Below(12)) {
-      case 0: {
-        const uint64_t length = random_.Below(any->history.committed() + 1);
-        EXPECT_TRUE(engine_->Truncate(kTenant, any->id, length).ok());
-        any->history.Truncate(length);
-        ++*cut;
-        return true;
-      }
-      case 1: {
-        const auto fork = engine_->Fork(kTenant, any->id, std::nullopt);
-        EXPECT_TRUE(fork.ok());
-        TestSequence child(engine_.get(), fork->id, shape_);
-        child.history = any->history;
-        EXPECT_TRUE(MatchesModel(&child, &random_));
-        EXPECT_TRUE(engine_->Close(kTenant, child.id).ok());
-        return false;
-      }
-      case 2:  // single layers, and an upload, where a pass was given up
-        Generate(any, 1, &random_);
-        return true;
-      case 3:
-        Prefill(any, 1 + random_.Below(70), &random_);
-        return true;
-      default:
-        return false;
-    }
-  }
-
   Random random_{TestSeed()};
   const testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(TestSeed())};
   std::unique_ptr<Engine> engine_ = MakeEngine(SmallOptions());
@@ -101,67 +71,12 @@ TEST_F(PassesTest, AnswersAreThoseOfSingleLayers) {
 }
 
 TEST_F(PassesTest, RandomHistories) {
-  std::vector<TestSequence> sequences;
-  for (int i = 0; i < 3; ++i) sequences.push_back(OpenSequence(engine_.get(), shape_));
-  int given_up = 0, replays = 0, failed = 0, cut = 0;
-  Layers last;  // of a pass that was given up
-  for (int event = 0; event < 600; ++event) {
-    SCOPED_TRACE(testing::Message() << "event " << event);
-    std::vector<TestSequence*> chosen;
-    for (TestSequence& sequence : sequences) {
-      if (chosen.empty() || random_.Below(2) == 0) chosen.push_back(&sequence);
-    }
-    const uint32_t tokens =
-        1 + static_cast<uint32_t>(random_.Below(random_.Below(8) == 0 ? 90 : 3));
-    const bool replay = !last.empty() && random_.Below(2) == 0;
-    const Layers layers = replay ? std::move(last) : NextPass(chosen, tokens, &random_);
-    last.clear();
-    replays += replay;
-    const size_t rows = layers[0]->rows.size();
-    const uint32_t end = random_.Below(3) == 0 ? static_cast<uint32_t>(random_.Below(layers.size()))
-                                               : static_cast<uint32_t>(layers.size());
-    const bool spoil = end == layers.size() && !replay && random_.Below(4) == 0;
-    const size_t bad_row = random_.Below(rows), bad_layer = random_.Below(layers.size());
-    std::unique_ptr<Pass> pass = Begin(engine_.get(), layers);
-    for (uint32_t layer = 0; layer < end; ++layer) {
-      Message& message = *layers[layer];
-      std::vector<Row> sent = message.rows;
-      if (spoil && layer == bad_layer) sent[bad_row].q.Set(0, std::nanf(""));
-      const Message spoiled(layer, sent);
-      const Answer answer = StepOf(pass.get(), spoiled);
-      ASSERT_TRUE(answer.status.ok()) << answer.status;
-      for (size_t i = 0; i < rows; ++i) {
-        const bool out = spoil && i == bad_row && layer >= bad_layer;
-        EXPECT_EQ(answer.row_status(i).code(), out ? StatusCode::kInvalidArgument : StatusCode::kOk)
-            << answer.row_status(i);
-      }
-    }
-    if (end == layers.size()) {
-      EXPECT_EQ(pass->layer(), end);
-      for (size_t i = 0; i < rows; ++i) {
-        if (!spoil || i != bad_row) Keep(layers, i);
-      }
-      failed += spoil;
-    } else {
-      ++given_up;
-    }
-    pass.reset();
-    for (TestSequence& sequence : sequences) {
-      ASSERT_TRUE(MatchesModel(&sequence, &random_)) << "sequence " << sequence.id;
-    }
-    if (end < layers.size()) {
-      // Kept for a replay, unless something comes in between.
-      for (const auto& message : layers) {
-        last.push_back(std::make_unique<Message>(message->args.layer, message->rows));
-      }
-    }
-    TestSequence& any = sequences[random_.Below(sequences.size())];
-    if (Changes(&any, &cut)) last.clear();
-  }
-  EXPECT_GT(given_up, 50);
-  EXPECT_GT(replays, 20);
-  EXPECT_GT(failed, 20);
-  EXPECT_GT(cut, 20);
+  RandomPasses passes(engine_.get(), shape_, &random_);
+  passes.Run(600);
+  EXPECT_GT(passes.given_up, 50);
+  EXPECT_GT(passes.replays, 20);
+  EXPECT_GT(passes.failed, 20);
+  EXPECT_GT(passes.cut, 20);
 }
 
 // The same tokens once more, of a pass that is complete: answered, not appended.

@@ -16,6 +16,7 @@
 
 #include "engine/engine.h"
 #include "gpu/device/device.h"
+#include "tests/engine/random_passes.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/support.h"
 #include "tests/tree_indexes.h"
@@ -300,6 +301,24 @@ TEST_F(CudaEngine, ModelsWithoutKernelsAreRefusedWhenOpened) {
       kTenant, ArgsOf(engine::test::MakeShape(2, 4, 2, 96, 96, DType::kBf16), std::nullopt));
   EXPECT_EQ(id.status().code(), absl::StatusCode::kUnimplemented);
   EXPECT_THAT(std::string(id.status().message()), HasSubstr("96/96"));
+}
+
+// Passes whose layers are prepared, or not, or for nothing, and which are given up, replayed and cut.
+TEST_F(CudaEngine, PassesAreTheSamePrepared) {
+  CudaBackendOptions options = SmallOptions();
+  options.timed_steps = 16;
+  Start(options);
+  engine::test::RandomPasses passes(engine_.get(), shape_, &random_);
+  passes.between_layers = [&](engine::Pass* pass) {
+    const uint64_t what = random_.Below(4);
+    if (what > 0) pass->PrepareNextLayer();
+    if (what == 1) pass->ForgetNextLayer();
+    pass->WarmNextLayer();
+  };
+  passes.Run(8 * kHistoryRounds);
+  EXPECT_GT(stats().steps_ahead, 20u);
+  EXPECT_GT(stats().steps_in_vain, 10u);
+  EXPECT_EQ(stats().fallback_steps, 0u);
 }
 
 // Several callers on sequences that share segments and blocks, on a device too small for all of

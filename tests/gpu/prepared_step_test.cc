@@ -1,0 +1,386 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: a step that was prepared, and launched, before its queries and its tokens were there
+// answers with the bits of one that was not; whatever comes in its place is answered as if nothing
+// had been prepared; and what was prepared for nothing leaves no trace on the device. Method: over
+// the fake device steps are prepared while their new tokens hold rubbish, and run, given up,
+// cancelled, or broken; every answer is compared.
+#include "gpu/prepared_step.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "gpu/auto_backend.h"
+#include "tests/gpu/agreement.h"
+#include "tests/gpu/support.h"
+
+namespace attnd::gpu::test {
+namespace {
+
+using attention::kTailBlockTokens;
+using attention::PageGeometry;
+using attention::PreparedStep;
+using attention::test::MakeRow;
+using attention::test::MakeSequence;
+using attention::test::PrepareStep;
+using attention::test::RunPrepared;
+using attention::test::RunStep;
+using attention::test::SequenceSpec;
+using attention::test::StepResult;
+using attention::test::TestRow;
+using attention::test::TestSeed;
+using attention::test::TestSequence;
+
+CudaBackendOptions Options() {
+  CudaBackendOptions options = SmallOptions();
+  options.timed_steps = 0;  // timed steps are not prepared
+  return options;
+}
+
+// Of two layers, two segments and a tail of three blocks.
+TestSequence MakeHistory(const attention::IndexSet& indexes = attention::kTreeIndexes,
+                         uint64_t tail = 120) {
+  SequenceSpec spec = SpecOf({4, 2, 64, 64, {700, 600}, tail, indexes}, DType::kBf16);
+  spec.seed = TestSeed();
+  return MakeSequence(spec);
+}
+
+TestRow LastToken(TestSequence* sequence, const char* preset, uint32_t layer = 0) {
+  return MakeRow(sequence, Parse(preset), sequence->spec.tokens() - 1, 1, false, DType::kBf16,
+                 layer, TestSeed());
+}
+
+// What a tail has of its last token in all layers and heads, so that it can be taken away and put
+// back, as a view cannot: it does not change.
+class LateToken {
+ public:
+  explicit LateToken(const TestSequence& sequence) : sequence_(sequence) {
+    ForEachPage([&](std::byte* page, const PageGeometry& geometry, uint64_t place) {
+      Bytes& bytes = kept_.emplace_back();
+      bytes.keys.assign(page + geometry.KeyOffset(place),
+                        page + geometry.KeyOffset(place) + geometry.key_row_bytes);
+      bytes.values.assign(page + geometry.ValueOffset(place),
+                          page + geometry.ValueOffset(place) + geometry.value_row_bytes);
+    });
+  }
+  void TakeAway() {
+    ForEachPage([&](std::byte* page, const PageGeometry& geometry, uint64_t place) {
+      std::memset(page + geometry.KeyOffset(place), 0x7f, geometry.key_row_bytes);
+      std::memset(page + geometry.ValueOffset(place), 0x7f, geometry.value_row_bytes);
+    });
+  }
+  void PutBack() {
+    size_t next = 0;
+    ForEachPage([&](std::byte* page, const PageGeometry& geometry, uint64_t place) {
+      const Bytes& bytes = kept_[next++];
+      std::copy(bytes.keys.begin(), bytes.keys.end(), page + geometry.KeyOffset(place));
+      std::copy(bytes.values.begin(), bytes.values.end(), page + geometry.ValueOffset(place));
+    });
+  }
+
+ private:
+  struct Bytes {
+    std::vector<std::byte> keys, values;
+  };
+  template <typename F>
+  void ForEachPage(const F& visit) const {
+    const attention::SequenceView& view = *sequence_.view;
+    const uint64_t last = sequence_.spec.tokens() - 1;
+    const auto& block = view.tail.at(last / kTailBlockTokens - view.tail_begin / kTailBlockTokens);
+    for (uint32_t layer = 0; layer < view.shape.layers; ++layer) {
+      for (uint32_t head = 0; head < view.shape.kv_heads; ++head) {
+        visit(block->pages(layer, head), PageGeometry(view.shape), last % kTailBlockTokens);
+      }
+    }
+  }
+
+  const TestSequence& sequence_;
+  std::vector<Bytes> kept_;
+};
+
+void ExpectSameRows(const StepResult& found, const StepResult& expected) {
+  ASSERT_TRUE(found.status.ok()) << found.status;
+  ASSERT_TRUE(expected.status.ok()) << expected.status;
+  for (size_t r = 0; r < expected.rows.size(); ++r) {
+    EXPECT_TRUE(SameBits(found.rows[r], expected.rows[r])) << "row " << r;
+    const attention::RowStats &a = found.rows[r].stats, &b = expected.rows[r].stats;
+    EXPECT_EQ(a.zone_tokens, b.zone_tokens);
+    EXPECT_EQ(a.exact_tokens, b.exact_tokens);
+    EXPECT_EQ(a.estimated_tokens, b.estimated_tokens);
+    EXPECT_EQ(a.predicted_error_max, b.predicted_error_max);
+  }
+}
+
+class PreparedSteps : public testing::TestWithParam<attention::IndexSet> {};
+
+// Every policy, alone and four together; some with several query tokens.
+TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory(GetParam());
+  for (uint32_t layer = 0; layer < 2; ++layer) {
+    const std::vector<TestRow> all =
+        RowsOfPolicies(&sequence, layer, 3, DType::kFp32);  // of one dtype, and so one wave
+    std::vector<std::vector<TestRow>> steps;
+    for (const TestRow& row : all) steps.push_back({row});
+    for (size_t first = 0; first + 4 <= all.size(); first += 4) {
+      steps.emplace_back(all.begin() + first, all.begin() + first + 4);
+    }
+    RunStep(fake.backend.get(), layer, {{LastToken(&sequence, "dense", layer)}});  // brings the tail
+    for (const std::vector<TestRow>& rows : steps) {
+      const uint64_t ahead = fake.backend->stats().steps_ahead;
+      const auto prepared = PrepareStep(fake.backend.get(), layer, rows);
+      ASSERT_NE(prepared, nullptr);
+      const StepResult found = RunPrepared(fake.backend.get(), layer, rows, prepared.get());
+      ExpectSameRows(found, RunStep(fake.backend.get(), layer, rows));
+      EXPECT_EQ(fake.backend->stats().steps_ahead, ahead + 1);
+    }
+  }
+  EXPECT_EQ(fake.backend->stats().steps_in_vain, 0u);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
+  TestSequence sequence = MakeHistory(GetParam());
+  LateToken late(sequence);
+  const auto cpu = MakeCpu();
+  for (const bool known : {false, true}) {
+    // With nothing of the sequence on the device, and with all but the token.
+    const FakeBackend fake = MakeFakeBackend(Options());
+    if (known) {
+      TestRow before = LastToken(&sequence, "streaming");
+      --before.past_tokens;
+      ASSERT_TRUE(RunStep(fake.backend.get(), 0, {{before}}).status.ok());
+    }
+    const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
+                                       LastToken(&sequence, "dense")};
+    late.TakeAway();
+    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+    ASSERT_NE(prepared, nullptr);
+    EXPECT_EQ(fake.control->steps_behind_gates(), 1u);
+    late.PutBack();
+    const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
+    ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
+    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(cpu.get(), 0, rows), rows));
+  }
+}
+
+// A step in vain sends nothing: what another step has brought meanwhile stays.
+TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory(GetParam());
+  LateToken late(sequence);
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
+                                     LastToken(&sequence, "dense")};
+  late.TakeAway();
+  auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  late.PutBack();
+  const StepResult expected = RunStep(fake.backend.get(), 0, rows);
+  const uint64_t uploads = fake.control->uploads();
+  prepared.reset();
+  EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
+  EXPECT_EQ(fake.control->steps(), 2u) << "it runs over nothing";
+  EXPECT_EQ(fake.control->uploads(), uploads);
+  ExpectSameRows(RunStep(fake.backend.get(), 0, rows), expected);
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+  EXPECT_EQ(fake.control->uploads(), uploads) << "the token counts as brought";
+}
+
+// Nor does a token count as brought that only a step in vain would have brought.
+TEST_P(PreparedSteps, WhatWasNotBroughtIsNotCounted) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory(GetParam());
+  LateToken late(sequence);
+  const std::vector<TestRow> rows = {LastToken(&sequence, "dense")};
+  late.TakeAway();
+  ASSERT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+  late.PutBack();
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
+INSTANTIATE_TEST_SUITE_P(Indexes, PreparedSteps,
+                         testing::Values(attention::kClusterIndexes, attention::kTreeIndexes),
+                         [](const auto& c) {
+                           return c.param == attention::kTreeIndexes ? "tree" : "clusters";
+                         });
+
+TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory();
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
+                                     LastToken(&sequence, "streaming")};
+  std::vector<std::vector<TestRow>> others(6, rows);
+  others[0].pop_back();
+  --others[1][0].past_tokens;
+  others[2][0].query_only = true;
+  others[3][1].want_kv_head_errors = false;
+  others[4][0].query_dtype = DType::kFp32;
+  TestSequence same = sequence;
+  same.view = std::make_shared<attention::SequenceView>(*sequence.view);
+  others[5] = RowsOver(&same, rows);
+  for (size_t i = 0; i < others.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+    ASSERT_NE(prepared, nullptr);
+    const StepResult expected = RunStep(fake.backend.get(), 0, others[i]);
+    ExpectSameRows(RunPrepared(fake.backend.get(), 0, others[i], prepared.get()), expected);
+  }
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  const StepResult expected = RunStep(fake.backend.get(), 1, rows);
+  ExpectSameRows(RunPrepared(fake.backend.get(), 1, rows, prepared.get()), expected);
+  EXPECT_EQ(fake.backend->stats().steps_ahead, 0u);
+  EXPECT_EQ(fake.backend->stats().steps_in_vain, others.size());
+}
+
+TEST(PreparedStep, ACancelledStepFreesItsStream) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory();
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  const std::atomic<bool> cancelled{true};
+  for (int i = 0; i < 3; ++i) {
+    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+    ASSERT_NE(prepared, nullptr);
+    EXPECT_TRUE(absl::IsCancelled(
+        RunPrepared(fake.backend.get(), 0, rows, prepared.get(), &cancelled).status));
+  }
+  EXPECT_EQ(fake.backend->stats().steps_in_vain, 3u);
+}
+
+// Of two streams one stays for others, and is enough for them.
+TEST(PreparedStep, OneStreamStaysForOthers) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory();
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  EXPECT_EQ(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+  EXPECT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
+  prepared.reset();
+  EXPECT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+}
+
+// Where nothing waits behind a gate, what was prepared is launched when the queries are there.
+TEST(PreparedStep, WithoutGatesItIsLaunchedLater) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  fake.control->Set({.no_gates = true});
+  TestSequence sequence = MakeHistory();
+  LateToken late(sequence);
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  late.TakeAway();
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  late.PutBack();
+  const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
+  ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
+  EXPECT_EQ(fake.control->steps_behind_gates(), 0u);
+  EXPECT_EQ(fake.backend->stats().steps_ahead, 0u);
+}
+
+// A block that its last token fills, and of which nothing is on the device, is sent as a whole.
+TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  const uint64_t begin = 1300;
+  TestSequence sequence =
+      MakeHistory(attention::kTreeIndexes, kTailBlockTokens - begin % kTailBlockTokens);
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  EXPECT_EQ(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+  EXPECT_EQ(fake.control->uploads(), 0u);
+  // One of whose tokens some are there is not.
+  TestRow before = rows[0];
+  --before.past_tokens;
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, {{before}}).status.ok());
+  EXPECT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+}
+
+TEST(PreparedStep, TimedStepsAreNotPrepared) {
+  CudaBackendOptions options = Options();
+  options.timed_steps = 4;
+  const FakeBackend fake = MakeFakeBackend(options);
+  TestSequence sequence = MakeHistory();
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  for (int step = 0; step < 12; ++step) {
+    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+    EXPECT_EQ(prepared == nullptr, step % 4 == 0);
+    EXPECT_TRUE(RunPrepared(fake.backend.get(), 0, rows, prepared.get()).status.ok());
+  }
+  EXPECT_EQ(fake.backend->stats().timed_steps, 3u);
+  EXPECT_EQ(fake.backend->stats().steps_ahead, 9u);
+}
+
+TEST(PreparedStep, NothingIsPreparedUnlessAsked) {
+  CudaBackendOptions options = Options();
+  options.launch_ahead = false;
+  const FakeBackend fake = MakeFakeBackend(options);
+  TestSequence sequence = MakeHistory();
+  EXPECT_EQ(PrepareStep(fake.backend.get(), 0, {{LastToken(&sequence, "dense")}}), nullptr);
+}
+
+// Whatever call of the device fails from the preparation on, the CPU answers.
+TEST(PreparedStep, ADeviceThatFailsIsReplaced) {
+  TestSequence sequence = MakeHistory();
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  const auto cpu = MakeCpu();
+  int while_prepared = 0, later = 0;
+  for (uint64_t call = 0; call < 8; ++call) {
+    SCOPED_TRACE(call);
+    const FakeBackend fake = MakeFakeBackend(Options());
+    const StepResult devices = RunStep(fake.backend.get(), 0, rows);
+    fake.control->Set({.call = call});
+    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+    const bool failed = !fake.backend->Health().ok();
+    EXPECT_EQ(prepared == nullptr, failed);
+    const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
+    const bool fails = !fake.backend->Health().ok();
+    ExpectSameRows(found, fails ? RunStep(cpu.get(), 0, rows) : devices);
+    while_prepared += failed;
+    later += fails && !failed;
+  }
+  EXPECT_GT(while_prepared, 0);
+  EXPECT_GT(later, 0);
+}
+
+TEST(PreparedStep, MemoryThatIsRefusedForTheLaunchIsAskedForAgain) {
+  const FakeBackend fake = MakeFakeBackend(Options());
+  TestSequence sequence = MakeHistory();
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  const StepResult expected = RunStep(fake.backend.get(), 0, rows);
+  fake.control->Set({.launch = 0});
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  ExpectSameRows(RunPrepared(fake.backend.get(), 0, rows, prepared.get()), expected);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+// Rows of both backends are prepared by neither.
+TEST(PreparedStep, RowsOfADeviceAloneArePrepared) {
+  FakeBackend fake = MakeFakeBackend(Options());
+  const attention::Backend* const device = fake.backend.get();
+  const auto both = MakeAutoBackend(std::move(fake.backend), MakeCpu());
+  TestSequence sequence = MakeHistory(), other = MakeHistory();
+  const auto owned = [](const TestSequence& from, const attention::Backend* owner) {
+    auto view = std::make_shared<attention::SequenceView>(*from.view);
+    view->owner = owner;
+    return view;
+  };
+  sequence.view = owned(sequence, device);
+  other.view = owned(other, nullptr);
+  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  {
+    const auto prepared = PrepareStep(both.get(), 0, rows);
+    ASSERT_NE(prepared, nullptr);
+    const StepResult found = RunPrepared(both.get(), 0, rows, prepared.get());
+    ExpectSameRows(found, RunStep(both.get(), 0, rows));
+  }
+  EXPECT_EQ(both->stats().steps_ahead, 1u);
+  rows.push_back(LastToken(&other, "error-target"));
+  EXPECT_EQ(PrepareStep(both.get(), 0, rows), nullptr);
+}
+
+}  // namespace
+}  // namespace attnd::gpu::test
