@@ -33,6 +33,7 @@ absl::StatusOr<std::unique_ptr<Backend>> MakeCuda(
   cuda.device_memory_bytes = options.device_memory_bytes;
   cuda.page_memory_bytes = options.device_page_memory_bytes;
   cuda.streams = std::min(options.step_workers, gpu::kStreamsMax);
+  cuda.launch_ahead = options.device_launch_ahead;
   cuda.build_threads = options.index_threads;
   // Who ends after a fault is to notice it without a step, too.
   if (on_fault) cuda.fault_watch_period = kFaultWatchPeriod;

@@ -179,6 +179,10 @@ void Metrics::AddDeviceMetrics() {
                "Bytes of GPU memory that the indexes of one sequence lack at most; 0: all fit");
   graph_launches_ = AddCounter("attnd_backend_graph_launches_total",
                                "Launches of a step, or of a part of one, from a CUDA graph");
+  const std::string ahead = "attnd_backend_steps_ahead_total";
+  const std::string ahead_help = "Steps launched before their queries were there, by what came";
+  steps_ahead_ = {AddCounter(ahead, ahead_help, {{"outcome", "answered"}}),
+                  AddCounter(ahead, ahead_help, {{"outcome", "in_vain"}})};
   time_slices_ = AddGauge("attnd_gpu_time_slices",
                           "1 if processes on the GPU get time slices, as the server does not run "
                           "under MPS; 0: under MPS, or no GPU");
@@ -337,6 +341,8 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   }
   index_missing_bytes_->Set(static_cast<double>(stats.index_missing_bytes));
   Follow(graph_launches_, stats.graph_launches);
+  Follow(steps_ahead_[0], stats.steps_ahead);
+  Follow(steps_ahead_[1], stats.steps_in_vain);
 }
 
 void Metrics::AddArchiveCounters() {

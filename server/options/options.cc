@@ -303,6 +303,7 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(device_memory_bytes);
   ATTND_APPLY(device_page_memory_bytes);
   ATTND_APPLY(on_gpu_fault);
+  ATTND_APPLY(device_launch_ahead);
   ATTND_APPLY(io);
   ATTND_APPLY(page_memory_bytes);
   ATTND_APPLY(page_readers);

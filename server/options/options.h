@@ -74,6 +74,7 @@ struct ServerOptions {
   uint64_t device_memory_bytes = 0;
   uint64_t device_page_memory_bytes = 0;
   std::string on_gpu_fault = "auto";
+  bool device_launch_ahead = true;
   std::string io = "auto";
   uint64_t page_memory_bytes = 0;
   uint32_t page_readers = 4;

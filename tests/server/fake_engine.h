@@ -52,6 +52,9 @@ class FakeEngine final : public engine::Engine {
     may_make_room_ = true;
   }
   int cancelled() const { return cancelled_; }
+  // Calls of passes' PrepareNextLayer and ForgetNextLayer.
+  int prepared() const { return prepared_; }
+  int forgotten() const { return forgotten_; }
   int released_writers() const { return released_writers_; }
   bool opening_stopped() const { return opening_stopped_; }
   bool WaitForWaiting(int count) const {
@@ -194,8 +197,8 @@ class FakeEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override {}
-    void PrepareNextLayer() override {}
-    void ForgetNextLayer() override {}
+    void PrepareNextLayer() override { ++engine_->prepared_; }
+    void ForgetNextLayer() override { ++engine_->forgotten_; }
 
    private:
     FakeEngine* const engine_;
@@ -241,7 +244,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
-  std::atomic<int> passes_over_{0};
+  std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<float> first_of_q_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};

@@ -345,6 +345,31 @@ TEST_F(HeldMemoryPassTest, DataThatChangesUnderWayIsNotSeen) {
   EXPECT_EQ(client.Reply().status().code(), 0);
 }
 
+// The engine gets ready for a layer that is rung for at once, gives that up when the ring takes its
+// time, and does so no more in that pass until a ring comes at once again.
+TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
+  StartServer();
+  MemoryPassClient client(*server_);
+  v1::DecodeRequest request = client.Declaration();
+  request.mutable_begin_pass()->set_layers(4);
+  ASSERT_TRUE(client.Declare(request));
+  client.Ring(0);
+  ASSERT_TRUE(client.WaitFor(0));
+  EXPECT_TRUE(Within([&] { return engine_.prepared() == 1; }));
+  EXPECT_TRUE(Within([&] { return engine_.forgotten() == 1; })) << "a millisecond is over";
+  client.Ring(1);
+  ASSERT_TRUE(client.WaitFor(1));
+  EXPECT_TRUE(Within([&] { return engine_.forgotten() == 2; })) << "layer 2 is not prepared";
+  EXPECT_EQ(engine_.prepared(), 1);
+  client.Ring(2);
+  ASSERT_TRUE(client.WaitFor(2));
+  client.Ring(3);
+  ASSERT_TRUE(client.WaitFor(3));
+  EXPECT_EQ(client.Reply().status().code(), 0);
+  EXPECT_TRUE(Within([&] { return engine_.prepared() + engine_.forgotten() >= 5; }))
+      << "each layer's end has one of the two";
+}
+
 TEST_F(HeldMemoryPassTest, ACancelledLayerEndsWithItsPass) {
   StartServer();
   MemoryPassClient client(*server_);

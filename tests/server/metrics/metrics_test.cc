@@ -76,6 +76,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "backend_fallback_rows_total",
                                  "device_index_missing_bytes",
                                  "backend_graph_launches_total",
+                                 "backend_steps_ahead_total",
                                  "backend_degraded",
                                  "gpu_time_slices",
                                  "round_trip_seconds",
@@ -277,6 +278,8 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   backend.fallback_rows = {1, 2, 3, 4, 5};
   backend.index_missing_bytes = 77;
   backend.graph_launches = 9;
+  backend.steps_ahead = 10;
+  backend.steps_in_vain = 11;
   absl::StatusOr<attention::LinkRates> rates = absl::UnavailableError("no NVML");
   metrics.SetSources({.backend = [&] { return backend; },
                       .link_rates = [&] { return rates; },
@@ -334,6 +337,8 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   }
   EXPECT_EQ(values["attnd_device_index_missing_bytes"], 77);
   EXPECT_EQ(values["attnd_backend_graph_launches_total"], 9);
+  EXPECT_EQ(values["attnd_backend_steps_ahead_total{outcome=answered}"], 10);
+  EXPECT_EQ(values["attnd_backend_steps_ahead_total{outcome=in_vain}"], 11);
   EXPECT_EQ(values["attnd_backend_degraded"], 1);
   EXPECT_EQ(values["attnd_gpu_time_slices"], 0);
   metrics.SetTimeSlices(true);
