@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "tests/engine/passes_support.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/on_gpu.h"
@@ -402,6 +403,52 @@ TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
     EXPECT_TRUE(MatchesModel(&sequence, &random));
   }
   EXPECT_GT(engine->backend().stats().graph_launches, 0u);
+  EXPECT_EQ(engine->backend().stats().fallback_steps, 0u);
+  EXPECT_TRUE(engine->backend().Health().ok()) << engine->backend().Health();
+}
+
+// Layers that wait on the GPU for their queries, some for nothing, beside steps of another caller.
+TEST(GpuEngine, PassesAreTheSamePrepared) {
+  using engine::test::FinishPrefill;
+  using engine::test::MatchesModel;
+  using engine::test::OpenSequence;
+  using engine::test::Prefill;
+  auto backend = MakeOnGpu(/*cooperative_groups=*/true, /*timed_steps=*/0);
+  SKIP_WITHOUT_GPU(backend);
+  auto made = engine::Engine::Create(engine::test::SmallOptions(), std::move(backend), nullptr);
+  ASSERT_TRUE(made.ok()) << made.status();
+  engine::Engine* engine = made->get();
+  engine::test::Random random(engine::test::TestSeed());
+  const ModelShape shape = engine::test::MakeShape(2, 4, 2, 128, 128, DType::kBf16);
+  auto open = [&] {
+    auto sequence = OpenSequence(engine, shape, engine::test::PolicyOf("error-target"));
+    Prefill(&sequence, 1300, &random);
+    EXPECT_GE(FinishPrefill(&sequence).segmented_tokens, 1024u);
+    return sequence;
+  };
+  auto sequence = open(), other = open();
+  const auto step = [&](engine::test::TestSequence* of, int token) {
+    const engine::test::Layers layers = engine::test::NextPass({of}, 1, &random);
+    const auto pass = engine::test::Begin(engine, layers);
+    for (const auto& message : layers) {
+      ASSERT_TRUE(engine::test::StepOf(pass.get(), *message).row_status(0).ok());
+      pass->PrepareNextLayer();
+      if (token % 7 == 6) pass->ForgetNextLayer();
+      pass->WarmNextLayer();
+    }
+    engine::test::Keep(layers, 0);
+    if (token % 5 == 4) {
+      EXPECT_TRUE(MatchesModel(of, &random));
+    }
+  };
+  for (int token = 0; token < 70; ++token) {
+    step(&sequence, token);
+    if (token % 3 == 0) step(&other, token);
+  }
+  EXPECT_TRUE(MatchesModel(&sequence, &random));
+  EXPECT_TRUE(MatchesModel(&other, &random));
+  EXPECT_GT(engine->backend().stats().steps_ahead, 20u);
+  EXPECT_GT(engine->backend().stats().steps_in_vain, 2u);
   EXPECT_EQ(engine->backend().stats().fallback_steps, 0u);
   EXPECT_TRUE(engine->backend().Health().ok()) << engine->backend().Health();
 }

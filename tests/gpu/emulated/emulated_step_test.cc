@@ -154,5 +154,31 @@ TEST(EmulatedGraphs, RepeatTheStep) {
   EXPECT_GT(emulated->stats().graph_launches, 0u);
 }
 
+// And behind a gate, from its second launch on as the same graph.
+TEST(EmulatedGraphs, WaitForTheirQueries) {
+  CudaBackendOptions options = SmallOptions();
+  options.cooperative_groups = false;
+  options.timed_steps = 0;
+  const auto emulated = MakeEmulatedBackend(options);
+  TestSequence sequence = MakeSequence(SpecOf({1, 1, 64, 64, {200}, 10}, DType::kBf16));
+  const std::vector<TestRow> rows =
+      RowsOf(&sequence, /*layer=*/0, {Parse("clusters-top-k", {{"estimator", "second-order"}})}, 1);
+  const StepResult first = RunStep(emulated.get(), 0, rows);
+  EXPECT_TRUE(Agree(first, RunStep(MakeCpu().get(), 0, rows), rows));
+  for (int i = 0; i < 14; ++i) {
+    auto prepared = attention::test::PrepareStep(emulated.get(), 0, rows);
+    ASSERT_NE(prepared, nullptr) << i;
+    const StepResult step = attention::test::RunPrepared(emulated.get(), 0, rows, prepared.get());
+    ASSERT_TRUE(step.status.ok()) << step.status;
+    EXPECT_TRUE(SameBits(step.rows[0], first.rows[0])) << i;
+    prepared.reset();
+    if (i % 3 == 2) attention::test::PrepareStep(emulated.get(), 0, rows);  // given up at once
+  }
+  // There is no graph before the ninth step.
+  EXPECT_GT(emulated->stats().steps_ahead, 3u);
+  EXPECT_GT(emulated->stats().steps_in_vain, 0u);
+  EXPECT_GT(emulated->stats().graph_launches, emulated->stats().steps_ahead);
+}
+
 }  // namespace
 }  // namespace attnd::gpu::test

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Waiting for a word that the host writes, which C++ has no words for: as instructions.cuh, tests
+// run it over a form in C++ (tests/gpu/emulated).
+#ifndef ATTND_GPU_CUDA_HOST_WORD_CUH_
+#define ATTND_GPU_CUDA_HOST_WORD_CUH_
+
+#include <cstdint>
+
+namespace attnd::gpu {
+
+// Waits until a word of pinned memory is not 0, by one thread. What the host wrote before is there
+// for what follows the kernel, too.
+__device__ __forceinline__ void AwaitHostWord(const uint32_t* word) {
+  // A kernel that reads host memory without a pause holds up those beside it (docs/PERFORMANCE.md,
+  // "A model server's loop on one GPU").
+  constexpr unsigned kPauseNanos = 500;
+  while (true) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    if (value != 0) return;
+    __nanosleep(kPauseNanos);
+  }
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_HOST_WORD_CUH_
