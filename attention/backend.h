@@ -257,10 +257,10 @@ class Backend {
   // Steps will read the segment, which is whole in memory: the backend may get ready for them in
   // the background, as long as the segment lives. Returns at once.
   virtual void Expect(const Segment& /*segment*/) const {}
-  // Gets ready for a step that is expected at once, so that its answer comes sooner: the rows' views
-  // have room for the tokens that they append, which need not have been written, and there are no
-  // queries and buffers yet. Null: there is nothing to get ready, or no room. The caller gives up
-  // what it does not use within a millisecond or so: it may hold up others.
+  // Gets ready for a step that is expected at once, so that its answer comes sooner: the rows'
+  // views have room for the tokens that they append, which need not have been written, and there
+  // are no queries and buffers yet. Null: there is nothing to get ready, or no room. The caller
+  // gives up what it does not use within a millisecond or so: it may hold up others.
   virtual std::unique_ptr<PreparedStep> Prepare(const StepRequest& /*request*/) { return nullptr; }
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.

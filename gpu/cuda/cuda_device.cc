@@ -18,7 +18,7 @@
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/empty_kernel.h"
 #include "gpu/cuda/event.h"
-#include "gpu/cuda/gate_kernel.h"
+#include "gpu/cuda/gated_copy.h"
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/step/step_graphs.h"
 #include "gpu/cuda/step/step_kernels.h"
@@ -144,11 +144,14 @@ class CudaStream : public Stream {
   }
   absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    if (run.input_bytes > cuda::kGatedCopyBytesMax) return false;
     timed_ = false;
     fetches_ = Fetches(run.header);
     const auto enqueue = [&] {
-      ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, main_), "a gate"));
-      return Enqueue(run);
+      ATTND_RETURN_IF_ERROR(
+          Launched(cuda::LaunchGatedCopy(gate, run.device_input, run.input, run.input_bytes, main_),
+                   "a gated copy"));
+      return EnqueueBehindInput(run);
     };
     ATTND_ASSIGN_OR_RETURN(ran_from_graph_, graphs_.RunBehind(run, main_, enqueue));
     return ran_from_graph_;
@@ -198,9 +201,12 @@ class CudaStream : public Stream {
   enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kToFetch, kFetch, kStageEnds };
 
   absl::Status Enqueue(const StepRun& run) {
+    ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
+    return EnqueueBehindInput(run);
+  }
+  absl::Status EnqueueBehindInput(const StepRun& run) {
     const StepKernels* kernels = StepKernelsFor(run.shape);
     if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
-    ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
     ATTND_RETURN_IF_ERROR(Launch(*kernels, run.header, run.measure));
     return CopyToHost(run.results, run.device_results, run.result_bytes);
   }

@@ -111,9 +111,9 @@ absl::StatusOr<bool> DeviceStep::Prepare() {
   const uint64_t input_bytes =
       writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
   ATTND_ASSIGN_OR_RETURN(
-      waits_, context_->RunStepBehindGate(writer_.shape().kernel, writer_.header(),
-                                          writer_.measure(), input_bytes, writer_.device_results(),
-                                          writer_.results().bytes));
+      waits_,
+      context_->RunStepBehindGate(writer_.shape().kernel, writer_.header(), writer_.measure(),
+                                  input_bytes, writer_.device_results(), writer_.results().bytes));
   return true;
 }
 

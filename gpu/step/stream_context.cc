@@ -115,8 +115,7 @@ void StreamContext::Count(const StepRun& run) {
 absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
                                     bool measure, bool timed, uint64_t input_bytes,
                                     const std::byte* device_results, uint64_t result_bytes) {
-  const StepRun run =
-      Run(shape, header, measure, timed, input_bytes, device_results, result_bytes);
+  const StepRun run = Run(shape, header, measure, timed, input_bytes, device_results, result_bytes);
   busy_ = true;
   ATTND_RETURN_IF_ERROR(stream_->RunStep(run));
   Count(run);

@@ -101,7 +101,7 @@ class StreamContext {
   std::byte* device_input_ = nullptr;
   std::byte* device_scratch_ = nullptr;
   std::byte* gate_ = nullptr;  // a word of pinned memory
-  uint64_t sent_bytes_ = 0;  // of the input buffer that copies under way may still read
+  uint64_t sent_bytes_ = 0;    // of the input buffer that copies under way may still read
   bool busy_ = false;
 };
 

@@ -210,8 +210,7 @@ absl::Status MemoryPass::AwaitRing(engine::Pass* pass) {
     pass->ForgetNextLayer();
     prepared_ = false;
   }
-  ATTND_RETURN_IF_ERROR(
-      AwaitRingUntil(Clock::now() + stream_.handlers->options->reply_timeout()));
+  ATTND_RETURN_IF_ERROR(AwaitRingUntil(Clock::now() + stream_.handlers->options->reply_timeout()));
   // A first layer's ring tells nothing: the pass was declared ahead.
   prompt_ = Clock::now() < prompt || !rung_;
   return absl::OkStatus();

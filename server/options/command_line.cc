@@ -68,8 +68,9 @@ ABSL_FLAG(ByteSize, device_memory_bytes, ByteSize{Defaults().device_memory_bytes
           "bytes of GPU memory to take; 0: nine tenths, or what others leave");
 ABSL_FLAG(ByteSize, device_page_memory_bytes, ByteSize{Defaults().device_page_memory_bytes},
           "of them, bytes for keys and values, a cache where these need more; 0: seven eighths");
-ABSL_FLAG(bool, device_launch_ahead, Defaults().device_launch_ahead,
-          "launch a layer on the GPU before its queries are there, where a pass expects it at once");
+ABSL_FLAG(
+    bool, device_launch_ahead, Defaults().device_launch_ahead,
+    "launch a layer on the GPU before its queries are there, where a pass expects it at once");
 ABSL_FLAG(std::string, on_gpu_fault, Defaults().on_gpu_fault,
           "after a fault of the GPU: cpu: the CPU answers; exit: the server ends with status 75; "
           "auto: exit under MPS, else cpu");

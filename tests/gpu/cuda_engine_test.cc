@@ -303,7 +303,8 @@ TEST_F(CudaEngine, ModelsWithoutKernelsAreRefusedWhenOpened) {
   EXPECT_THAT(std::string(id.status().message()), HasSubstr("96/96"));
 }
 
-// Passes whose layers are prepared, or not, or for nothing, and which are given up, replayed and cut.
+// Passes whose layers are prepared, or not, or for nothing, and which are given up, replayed and
+// cut.
 TEST_F(CudaEngine, PassesAreTheSamePrepared) {
   CudaBackendOptions options = SmallOptions();
   options.timed_steps = 16;

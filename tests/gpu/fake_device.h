@@ -52,15 +52,15 @@ struct Faults {
 class FakeControl {
  public:
   void Set(const Faults& faults);
-  uint64_t allocations() const;   // live ones
-  uint64_t steps() const;         // that were run
+  uint64_t allocations() const;         // live ones
+  uint64_t steps() const;               // that were run
   uint64_t steps_behind_gates() const;  // that were launched
-  uint64_t uploads() const;       // bytes that came by UploadRefs
-  uint64_t builds() const;        // layers that were built
-  uint64_t coop_units() const;    // of steps, that cooperative groups answer
-  uint64_t empty_runs() const;    // of RunEmpty
-  uint64_t kinds() const;         // of steps that one graph could not launch together
-  uint64_t mapped_bytes() const;  // of host memory
+  uint64_t uploads() const;             // bytes that came by UploadRefs
+  uint64_t builds() const;              // layers that were built
+  uint64_t coop_units() const;          // of steps, that cooperative groups answer
+  uint64_t empty_runs() const;          // of RunEmpty
+  uint64_t kinds() const;               // of steps that one graph could not launch together
+  uint64_t mapped_bytes() const;        // of host memory
   std::vector<std::thread::id> mappers() const;  // by whom each piece of it was mapped
   uint64_t refused_maps() const;                 // and how many could not be
   // From the n-th on MapHostMemory waits until it is allowed by another call; kNever: none waits.

@@ -131,7 +131,8 @@ TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
     for (size_t first = 0; first + 4 <= all.size(); first += 4) {
       steps.emplace_back(all.begin() + first, all.begin() + first + 4);
     }
-    RunStep(fake.backend.get(), layer, {{LastToken(&sequence, "dense", layer)}});  // brings the tail
+    RunStep(fake.backend.get(), layer,
+            {{LastToken(&sequence, "dense", layer)}});  // brings the tail
     for (const std::vector<TestRow>& rows : steps) {
       const uint64_t ahead = fake.backend->stats().steps_ahead;
       const auto prepared = PrepareStep(fake.backend.get(), layer, rows);

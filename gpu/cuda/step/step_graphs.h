@@ -35,7 +35,8 @@ class StepGraphs {
                    absl::FunctionRef<absl::Status()> enqueue, bool* from_graph);
 
   // Launches a step behind a gate as one graph, if such steps have one: `enqueue` enqueues the
-  // gate, the same for all steps of this stream, and the step. False: nothing has been launched.
+  // step behind the gate, which is the same for all steps of this stream. False: nothing has been
+  // launched.
   absl::StatusOr<bool> RunBehind(const StepRun& run, cudaStream_t stream,
                                  absl::FunctionRef<absl::Status()> enqueue);
 
@@ -49,7 +50,7 @@ class StepGraphs {
     StepRun run;
     uint32_t steps = 0;  // since it came, or since it was captured
     uint64_t last_use = 0;
-    Executable graph;  // null until it is captured
+    Executable graph;        // null until it is captured
     Executable behind_gate;  // the same
   };
 

@@ -43,8 +43,7 @@ class PagedTest : public ArchiveFixture {
     return ArchiveFixture::Open(args);
   }
   // A sequence of so many random tokens, sealed and resumed by an engine with these budgets.
-  TestSequence Resumed(uint64_t tokens, uint64_t budget_bytes,
-                       uint64_t page_memory_bytes = kMiB) {
+  TestSequence Resumed(uint64_t tokens, uint64_t budget_bytes, uint64_t page_memory_bytes = kMiB) {
     Start(256 * kMiB);
     TestSequence sequence = Open();
     Prefill(&sequence, tokens, &random_);
@@ -163,10 +162,9 @@ TEST_F(PagedTest, MissesAreEstimatedAndSaid) {
   // Less than the policy chooses: what is read while the sinks' page is waited for cannot be all.
   TestSequence paged = Resumed(5000, 256 * kMiB, kMiB);
   Row row = QueryOnlyRow(&paged, 0, 1, &random_);
-  row.policy = PolicyOf("double-p", {{"p1", "1"},
-                                     {"p2", "0.95"},
-                                     {"on_miss", "estimate"},
-                                     {"estimator", "second-order"}});
+  row.policy = PolicyOf(
+      "double-p",
+      {{"p1", "1"}, {"p2", "0.95"}, {"on_miss", "estimate"}, {"estimator", "second-order"}});
   const Answer first = Send(engine_.get(), Message(0, {row}));
   ASSERT_TRUE(first.row_status(0).ok()) << first.row_status(0);
   const attention::RowStats& missed = first.result.rows[0].stats;
