@@ -261,7 +261,7 @@ TEST_F(PagedTest, HistoriesChangeOnDisk) {
   ASSERT_TRUE(fork.ok()) << fork.status();
   TestSequence child(engine_.get(), fork->id, shape_);
   child.writer = kWriter + 1;
-  child.history = history;
+  child.history = paged.history;
   child.history.Truncate(1300);
   EXPECT_TRUE(MatchesModel(&child, &random_));
   ASSERT_TRUE(engine_->Truncate(kTenant, paged.id, 2000).ok());
@@ -270,7 +270,7 @@ TEST_F(PagedTest, HistoriesChangeOnDisk) {
   Generate(&paged, 3, &random_, /*check=*/true);
   Generate(&child, 3, &random_, /*check=*/true);
   // A chunk that was sent before: the same is accepted, another is not.
-  const Kv repeated = history.Slice(1, 100, 50);
+  const Kv repeated = paged.history.Slice(1, 100, 50);
   AppendChunk chunk = ChunkOf(1, 100, repeated);
   EXPECT_EQ(engine_->Append(kTenant, kWriter, paged.id, chunk).code(),
             absl::StatusCode::kResourceExhausted)
