@@ -101,6 +101,9 @@ struct Plan {
 class PreparedStep {
  public:
   virtual ~PreparedStep() = default;
+  // Lets go of all that it holds, unless that has been done: the step does not come. May wait for
+  // the device as long as a step takes.
+  virtual void GiveUp() = 0;
   PreparedStep(const PreparedStep&) = delete;
   PreparedStep& operator=(const PreparedStep&) = delete;
 
@@ -121,8 +124,8 @@ struct StepRequest {
   // If not null, receives the plans of the rows whose policies select, ordered by (row, query
   // token, KV head).
   std::vector<Plan>* plans = nullptr;
-  // What Prepare gave, once; null: nothing. If this is another step than the one prepared, it is
-  // answered as if there were nothing.
+  // What Prepare gave, once; null: nothing. If this is another step than the one prepared, that is
+  // given up, and this one answered as if there were nothing.
   PreparedStep* prepared = nullptr;
 };
 
@@ -183,8 +186,8 @@ struct BackendStats {
   // What the index arena lacks for the indexes of one sequence: the most of any step; 0: all fit.
   uint64_t index_missing_bytes = 0;
   uint64_t graph_launches = 0;  // launches that repeated a whole earlier step's graph
-  // Steps that were launched before their queries were there (Prepare): answered; run over nothing,
-  // as another step came, or none for a while.
+  // Steps that were launched before their queries were there (Prepare): answered; in vain, as
+  // another step came, or none for a while.
   uint64_t steps_ahead = 0;
   uint64_t steps_in_vain = 0;
   // Device time by stage, over the steps where it was measured.

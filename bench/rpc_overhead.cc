@@ -174,7 +174,7 @@ class TimedEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override { pass_->WarmNextLayer(); }
-    void PrepareNextLayer() override { pass_->PrepareNextLayer(); }
+    bool PrepareNextLayer() override { return pass_->PrepareNextLayer(); }
     void ForgetNextLayer() override { pass_->ForgetNextLayer(); }
 
    private:

@@ -22,7 +22,8 @@ constexpr uint64_t kWarmTokensMax = 128;
 }  // namespace
 
 // Thread-safety: as Pass's. Sequences are looked up again in each step, so that a pass neither
-// keeps a closed one open nor holds a lease between two messages.
+// keeps a closed one open nor holds a lease between two messages; but for what it has the backend
+// prepare, which it keeps for a moment.
 class EngineImpl::PassImpl final : public Pass {
  public:
   PassImpl(EngineImpl* engine, absl::string_view tenant, WriterId writer,
@@ -79,14 +80,15 @@ class EngineImpl::PassImpl final : public Pass {
     return status;
   }
 
-  void PrepareNextLayer() override {
+  bool PrepareNextLayer() override {
     spent_.reset();
-    if (layer_ == layers_ || expected_.rows.empty()) return;
+    if (layer_ == layers_ || expected_.rows.empty()) return false;
     attention::StepRequest request;
     request.layer = layer_;
     request.rows = expected_.rows;
     prepared_ = engine_->backend_->Prepare(request);
     if (prepared_ == nullptr) expected_ = {};
+    return prepared_ != nullptr;
   }
 
   void ForgetNextLayer() override {
@@ -209,7 +211,8 @@ class EngineImpl::PassImpl final : public Pass {
   Reservation answer_;           // the greatest answer of a layer, and the lists below
 
   std::vector<RowState> state_;  // [rows]
-  // From a step on until it is forgotten: the rows of the next layer, if they stay as they are.
+  // From a step on until nothing is prepared for them: the rows of the next layer, if they stay as
+  // they are.
   DecodeBatch::ExpectedRows expected_;
   // What the backend has got ready for them, and what it had for the step before, whose end need
   // not hold up its answer. Null: nothing.

@@ -38,13 +38,15 @@ class Pass {
   virtual absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) = 0;
 
   // What can be done for the next layer in the time that the model takes for its queries. After
-  // each step either PrepareNextLayer or ForgetNextLayer is called, if not at once.
+  // each step one of PrepareNextLayer and ForgetNextLayer is called, soon: until then the pass
+  // keeps the sequences of its rows.
 
   // Asks the processor for the memory that the next layer's tokens go to, which nothing has touched
   // since the token before.
   virtual void WarmNextLayer() = 0;
   // Has the backend get ready for the next layer, which is expected at once (Backend::Prepare).
-  virtual void PrepareNextLayer() = 0;
+  // Whether there is anything that the next step or ForgetNextLayer takes.
+  virtual bool PrepareNextLayer() = 0;
   // Gives up what has been got ready, as the next layer takes its time.
   virtual void ForgetNextLayer() = 0;
 

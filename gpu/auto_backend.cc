@@ -60,6 +60,7 @@ class AutoBackend : public Backend {
       (IsDevices(request.rows[number]) ? device_rows : cpu_rows).push_back(number);
     }
     if (cpu_rows.empty()) return device_->Step(request);
+    if (request.prepared != nullptr) request.prepared->GiveUp();  // it was for the device alone
     if (device_rows.empty()) return cpu_->Step(request);
     const StepRequest begun = attention::Begun(request);
     std::vector<Plan> plans;

@@ -19,6 +19,7 @@
 #include "attention/index/segment_builder.h"
 #include "common/mutex.h"
 #include "common/status.h"
+#include "gpu/backend_totals.h"
 #include "gpu/fault_watch.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/layout/memory_split.h"
@@ -56,8 +57,8 @@ absl::Status CheckRange(const char* field, uint64_t value, uint64_t min, uint64_
 }
 
 // A turn of a step that waits for files. Such a step has a stream while it waits for a disk; as
-// there are fewer turns than streams, other steps find one. Steps that estimate what is late keep a
-// stream for a bounded time.
+// there are fewer turns than streams, other steps find one. Steps that estimate what is late, and
+// those that are prepared, keep a stream for a bounded time.
 struct FileTurn {};
 // With one stream there is nothing to leave.
 uint32_t FileTurnsOf(uint32_t streams) { return streams > 1 ? streams / 2 : 1; }
@@ -194,17 +195,25 @@ class CudaBackend : public Backend {
   std::unique_ptr<PreparedStep> Prepare(const StepRequest& request) override {
     // A step that is to be timed is launched part by part.
     if (!options_.launch_ahead || degraded_.load(std::memory_order_acquire) ||
-        IsTimed(steps_.load(std::memory_order_relaxed))) {
+        timing_is_owed_.load(std::memory_order_relaxed)) {
       return nullptr;
     }
-    // Whoever needs a stream meanwhile finds one.
-    auto context = streams_.TakeIfFree(/*others=*/1);
+    // As many streams stay free as steps may take that wait for files. Others find one, at the
+    // latest when what is prepared comes or is given up.
+    auto context = streams_.TakeIfFree(FileTurnsOf(options_.streams));
     if (!context.has_value()) return nullptr;
-    auto step = std::make_unique<PreparedDeviceStep>(request, store_.get(), *std::move(context),
-                                                     options_.cooperative_groups);
-    const absl::StatusOr<bool> prepared = step->Prepare();
-    if (!prepared.ok()) Degrade(prepared.status());
-    return prepared.ok() && *prepared ? std::move(step) : nullptr;
+    try {
+      auto step = std::make_unique<PreparedDeviceStep>(request, store_.get(), *std::move(context),
+                                                       options_.cooperative_groups);
+      const absl::StatusOr<bool> prepared = step->Prepare();
+      if (prepared.ok() && *prepared) return step;
+      if (!prepared.ok() && !absl::IsResourceExhausted(prepared.status())) {
+        Degrade(prepared.status());
+      }
+    } catch (const std::bad_alloc&) {
+      LOG_EVERY_N(WARNING, 1000) << "the system refused memory to prepare a step";
+    }
+    return nullptr;
   }
 
   absl::Status Step(const StepRequest& asked) override {
@@ -217,14 +226,24 @@ class CudaBackend : public Backend {
       ATTND_RETURN_IF_ERROR(attention::CheckAnswers(*this, *row.policy, row.view->indexes));
     }
     const uint64_t number = steps_.fetch_add(1, std::memory_order_relaxed);
-    if (degraded_.load(std::memory_order_acquire)) return FallBack(request);
+    if (options_.timed_steps != 0 && number % options_.timed_steps == 0) {
+      timing_is_owed_.store(true, std::memory_order_relaxed);
+    }
+    const bool degraded = degraded_.load(std::memory_order_acquire);
+    auto* prepared = dynamic_cast<PreparedDeviceStep*>(request.prepared);
+    if (prepared != nullptr && (degraded || !prepared->IsFor(request))) {
+      // Before anything else is asked of the device: it may be done behind that step.
+      prepared->GiveUp();
+      prepared = nullptr;
+    }
+    if (degraded) return FallBack(request);
     try {
-      auto* const prepared = dynamic_cast<PreparedDeviceStep*>(request.prepared);
-      if (prepared != nullptr && prepared->IsFor(request)) {
+      if (prepared != nullptr) {
         const absl::Status run = prepared->Run(request);
-        return Complete(request, OutcomeOf(run, &prepared->step(), /*timed=*/false));
+        return Complete(request, OutcomeOf(run, prepared->step(), /*timed=*/false));
       }
-      ATTND_ASSIGN_OR_RETURN(Outcome outcome, StepOnDevice(request, IsTimed(number)));
+      const bool timed = timing_is_owed_.exchange(false, std::memory_order_relaxed);
+      ATTND_ASSIGN_OR_RETURN(Outcome outcome, StepOnDevice(request, timed));
       return Complete(request, std::move(outcome));
     } catch (const std::bad_alloc&) {
       return absl::ResourceExhaustedError("the system refused memory for the step");
@@ -280,28 +299,12 @@ class CudaBackend : public Backend {
     stats.steps_ahead = transfers_.steps_ahead.load(std::memory_order_relaxed);
     stats.steps_in_vain = transfers_.steps_in_vain.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
-    const uint64_t cache_bytes = store_->cache_bytes();
-    MutexLock lock(totals_mutex_);
-    stats.fallback_steps = fallback_steps_;
-    stats.fallback_rows = fallback_rows_;
-    stats.index_missing_bytes = index_missing_bytes_;
-    stats.cache = pages_;
-    stats.cache.bytes = cache_bytes;
-    stats.files = files_;
-    stats.timed_steps = timed_steps_;
-    stats.score_seconds = times_.score;
-    stats.select_seconds = times_.select;
-    stats.attend_seconds = times_.attend;
-    stats.merge_seconds = times_.merge;
-    stats.fetch_seconds = times_.fetch;
+    totals_.Fill(&stats);
+    stats.cache.bytes = store_->cache_bytes();
     return stats;
   }
 
  private:
-  bool IsTimed(uint64_t step) const {
-    return options_.timed_steps != 0 && step % options_.timed_steps == 0;
-  }
-
   // What came of a step on the device.
   struct Outcome {
     absl::Status status;
@@ -325,14 +328,14 @@ class CudaBackend : public Backend {
   // run: what running it gave.
   Outcome OutcomeOf(const absl::Status& run, DeviceStep* step, bool timed) {
     // What the step did has been done, however it ended.
-    AddPages(step->pages());
-    AddFiles(step->files());
+    totals_.AddPages(step->pages());
+    totals_.AddFiles(step->files());
     Outcome outcome{run, {}, {}};
     if (!run.ok()) return outcome;
     outcome.plans = step->Finish();
     outcome.left_over = step->left_over();
-    if (timed) AddTimes(step->seconds());
-    if (!outcome.left_over.empty()) AddFallback(step->fallback_rows());
+    if (timed) totals_.AddTimes(step->seconds());
+    if (!outcome.left_over.empty()) totals_.AddFallback(step->fallback_rows());
     NoteIndexBytes(step->index_bytes_refused());
     return outcome;
   }
@@ -357,28 +360,15 @@ class CudaBackend : public Backend {
   absl::Status FallBack(const StepRequest& request) {
     std::array<uint64_t, kFallbacks> rows{};
     rows[static_cast<size_t>(Fallback::kFailed)] = request.rows.size();
-    AddFallback(rows);
+    totals_.AddFallback(rows);
     return cpu_->Step(request);
-  }
-
-  // Of a step.
-  void AddFallback(const std::array<uint64_t, kFallbacks>& rows) {
-    MutexLock lock(totals_mutex_);
-    ++fallback_steps_;
-    for (size_t i = 0; i < kFallbacks; ++i) fallback_rows_[i] += rows[i];
   }
 
   // Says once that a sequence's indexes, of so many bytes, never fit. (Indexes that fit alone and
   // found no room were in other steps' way.)
   void NoteIndexBytes(uint64_t bytes) {
     const uint64_t capacity = store_->index().capacity();
-    if (bytes <= capacity) return;
-    {
-      MutexLock lock(totals_mutex_);
-      const bool said = index_missing_bytes_ > 0;
-      index_missing_bytes_ = std::max(index_missing_bytes_, bytes - capacity);
-      if (said) return;
-    }
+    if (bytes <= capacity || !totals_.AddIndexMissing(bytes - capacity)) return;
     LOG(WARNING) << "the CPU answers a sequence whose indexes do not fit the GPU: they take "
                  << bytes << " bytes, and the GPU has " << capacity << " for indexes, "
                  << bytes - capacity << " too few; more device_memory_bytes gives them more, or "
@@ -398,37 +388,6 @@ class CudaBackend : public Backend {
     if (options_.on_degraded) options_.on_degraded(status);
   }
 
-  void AddPages(const BackendStats::PageCache& pages) {
-    if (pages.lookups == 0) return;
-    MutexLock lock(totals_mutex_);  // so that no reader sees more hits than look-ups
-    pages_.lookups += pages.lookups;
-    pages_.fetched += pages.fetched;
-    pages_.in_place += pages.in_place;
-    pages_.carried += pages.carried;
-    pages_.host_tokens += pages.host_tokens;
-    pages_.fetched_bytes += pages.fetched_bytes;
-  }
-
-  void AddFiles(const BackendStats::Files& files) {
-    if (files.waves + files.runs_again + files.pages == 0) return;
-    MutexLock lock(totals_mutex_);
-    files_.waves += files.waves;
-    files_.runs_again += files.runs_again;
-    files_.pages += files.pages;
-    files_.disk_pages += files.disk_pages;
-    files_.bytes += files.bytes;
-  }
-
-  void AddTimes(const StageSeconds& seconds) {
-    MutexLock lock(totals_mutex_);
-    ++timed_steps_;
-    times_.score += seconds.score;
-    times_.select += seconds.select;
-    times_.attend += seconds.attend;
-    times_.merge += seconds.merge;
-    times_.fetch += seconds.fetch;
-  }
-
   // Constant after TakeResources.
   const CudaBackendOptions options_;
   const std::shared_ptr<Device> device_;
@@ -439,20 +398,13 @@ class CudaBackend : public Backend {
   // Thread-safe by themselves.
   attention::WorkerPool workers_;
   TransferCounts transfers_;
+  BackendTotals totals_;
   std::atomic<uint64_t> steps_{0};
+  std::atomic<bool> timing_is_owed_{false};  // by a step that was prepared when its turn came
   std::atomic<bool> degraded_{false};
 
   mutable Mutex health_mutex_;
   absl::Status health_ ABSL_GUARDED_BY(health_mutex_);
-  mutable Mutex totals_mutex_;
-  uint64_t fallback_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
-  std::array<uint64_t, kFallbacks> fallback_rows_ ABSL_GUARDED_BY(totals_mutex_){};
-  uint64_t index_missing_bytes_ ABSL_GUARDED_BY(totals_mutex_) = 0;
-  uint64_t timed_steps_ ABSL_GUARDED_BY(totals_mutex_) = 0;
-  StageSeconds times_ ABSL_GUARDED_BY(totals_mutex_);
-  BackendStats::PageCache pages_ ABSL_GUARDED_BY(totals_mutex_);
-  BackendStats::Files files_ ABSL_GUARDED_BY(totals_mutex_);
-
   // Made before it is used: making a stream may wait for the GPU, and what is behind it would be
   // found fast.
   mutable Mutex empty_runs_mutex_;

@@ -33,12 +33,18 @@ PreparedDeviceStep::PreparedDeviceStep(const StepRequest& expected, DeviceCopySt
                                        bool cooperative_groups)
     : rows_(expected.rows.begin(), expected.rows.end()),
       request_(Expected(expected.layer, rows_)),
-      context_(std::move(context)),
-      step_(request_, store, context_.get(), cooperative_groups, /*timed=*/false) {}
+      context_(std::move(context)) {
+  step_.emplace(request_, store, context_->get(), cooperative_groups, /*timed=*/false);
+}
+
+void PreparedDeviceStep::GiveUp() {
+  step_.reset();
+  context_.reset();
+}
 
 bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
-  if (request.layer != request_.layer || request.rows.size() != rows_.size() ||
-      request.plans != nullptr) {
+  if (!step_.has_value() || request.layer != request_.layer ||
+      request.rows.size() != rows_.size() || request.plans != nullptr) {
     return false;
   }
   for (size_t row = 0; row < rows_.size(); ++row) {
@@ -51,7 +57,7 @@ absl::Status PreparedDeviceStep::Run(const StepRequest& request) {
   rows_.assign(request.rows.begin(), request.rows.end());
   request_ = request;
   request_.rows = rows_;
-  return step_.RunPrepared();
+  return step_->RunPrepared();
 }
 
 }  // namespace attnd::gpu

@@ -4,6 +4,7 @@
 #ifndef ATTND_GPU_PREPARED_STEP_H_
 #define ATTND_GPU_PREPARED_STEP_H_
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,27 +18,28 @@
 
 namespace attnd::gpu {
 
-// One thread at a time. `store` and the lease's pool must outlive it. Its destructor waits for work
-// on the device.
+// One thread at a time. `store` and the lease's pool must outlive it. Its destructor gives it up.
 class PreparedDeviceStep final : public attention::PreparedStep {
  public:
   PreparedDeviceStep(const attention::StepRequest& expected, DeviceCopyStore* store,
                      LeasePool<StreamContext>::Lease context, bool cooperative_groups);
 
   // False: the step cannot be prepared. Errors are the device's.
-  absl::StatusOr<bool> Prepare() { return step_.Prepare(); }
+  absl::StatusOr<bool> Prepare() { return step_->Prepare(); }
+  void GiveUp() override;
 
-  // Whether the request is for the step that was expected, with all that was open then.
+  // Whether the request is for the step that was expected, with all that was open then, and it was
+  // not given up.
   bool IsFor(const attention::StepRequest& request) const;
   // Answers such a request, once; errors as DeviceStep::Run's. What came of it is in step().
   absl::Status Run(const attention::StepRequest& request);
-  DeviceStep& step() { return step_; }
+  DeviceStep* step() { return &*step_; }
 
  private:
   std::vector<attention::StepRow> rows_;
-  attention::StepRequest request_;  // of rows_
-  const LeasePool<StreamContext>::Lease context_;
-  DeviceStep step_;  // last: it uses all of them
+  attention::StepRequest request_;                          // of rows_
+  std::optional<LeasePool<StreamContext>::Lease> context_;  // none once it was given up
+  std::optional<DeviceStep> step_;                          // last: it uses all of them
 };
 
 }  // namespace attnd::gpu

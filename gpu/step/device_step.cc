@@ -60,12 +60,6 @@ DeviceStep::DeviceStep(const attention::StepRequest& request, DeviceCopyStore* s
       files_(request, store, context),
       uploader_(store, context) {}
 
-DeviceStep::~DeviceStep() {
-  if (!waits_) return;
-  writer_.WriteNoTokens(context_->input());
-  context_->OpenGate(/*in_vain=*/true);
-}
-
 absl::Status DeviceStep::Run() {
   std::vector<WaveShape> shapes;
   shapes.reserve(request_.rows.size());
@@ -93,58 +87,6 @@ absl::Status DeviceStep::RunRows(const std::vector<WaveShape>& shapes, uint32_t 
     ATTND_RETURN_IF_ERROR(RunRow(row));
   }
   return RunWave();
-}
-
-absl::StatusOr<bool> DeviceStep::Prepare() {
-  prepares_ = true;
-  const WaveShape shape = WaveShapeOf(request_.rows.front(), request_.layer);
-  if (shape.reads_files) return false;
-  BeginWave(shape);
-  for (uint32_t row = 0; row < request_.rows.size(); ++row) {
-    if (!(WaveShapeOf(request_.rows[row], request_.layer) == shape)) return false;
-    ATTND_ASSIGN_OR_RETURN(const bool added, PrepareRow(row));
-    if (!added) return false;
-  }
-  // Whoever uses the cache of pages has it until the step has ended.
-  if (writer_.off_device()) return false;
-  ATTND_RETURN_IF_ERROR(context_->Flush());
-  const uint64_t input_bytes =
-      writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
-  ATTND_ASSIGN_OR_RETURN(
-      waits_,
-      context_->RunStepBehindGate(writer_.shape().kernel, writer_.header(), writer_.measure(),
-                                  input_bytes, writer_.device_results(), writer_.results().bytes));
-  return true;
-}
-
-absl::StatusOr<bool> DeviceStep::PrepareRow(uint32_t number) {
-  const StepRow& row = request_.rows[number];
-  Row& own = rows_[number];
-  own.history = DeviceHistory::Of(*row.view, store_);
-  if (own.history->paged()) return false;
-  own.description = DescribeRow(row, request_.layer, own.history->description());
-  RowMemory memory;
-  absl::Status pinned = Pin(number, &memory);
-  if (absl::IsResourceExhausted(pinned)) return false;
-  ATTND_RETURN_IF_ERROR(pinned);
-  auto part = writer_.Plan(own.description, number, /*first_token=*/0, memory.uploads);
-  if (!part.has_value() || part->part.tokens != row.query_tokens) return false;
-  AddPart(number, *part, std::move(memory));
-  return true;
-}
-
-absl::Status DeviceStep::RunPrepared() {
-  ATTND_RETURN_IF_ERROR(CheckAlive(request_));
-  prepares_ = false;
-  for (size_t row = 0; row < rows_.size(); ++row) {
-    rows_[row].description.queries = request_.rows[row].queries;
-  }
-  if (!waits_) return RunWave();
-  writer_.WriteTokens(context_->input());
-  context_->OpenGate(/*in_vain=*/false);
-  waits_ = false;
-  ATTND_RETURN_IF_ERROR(context_->Synchronize());
-  return TakeResults(std::nullopt);
 }
 
 attention::BackendStats::Files DeviceStep::files() const {
@@ -256,6 +198,7 @@ absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
   for (size_t s = 0; s < segments.size(); ++s) {
     Resident* const resident = residents_[s];
     if (resident->tokens(request_.layer) != segments[s].tokens) {
+      if (prepares_) return absl::ResourceExhaustedError("a segment that is still to be uploaded");
       ATTND_RETURN_IF_ERROR(CheckAlive(request_));
       ATTND_ASSIGN_OR_RETURN(const bool read, UploadSegment(resident, *view.segments[s]));
       unread_ |= !read;
@@ -350,11 +293,6 @@ absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
                                   request_.layer * history.tail_block_layer_bytes());
   }
   return absl::OkStatus();
-}
-
-bool DeviceStep::AppendsTo(const RowDescription& row, uint64_t block, uint32_t tokens) {
-  // A causal row's first query token, which it appends, is the last one that it sees.
-  return row.causal && block * kTailBlockTokens + tokens >= row.tail_limit;
 }
 
 absl::Status DeviceStep::RunWave() {

@@ -33,7 +33,7 @@ class DeviceStep {
   // request: one that has begun.
   DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
-  // A wave that waits behind its gate then runs over nothing.
+  // A wave that still waits behind its gate then runs in vain: over queries of zeros.
   ~DeviceStep();
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
@@ -50,8 +50,9 @@ class DeviceStep {
 
   // Run in two parts. Prepare needs neither the rows' queries nor the tokens that they append: it
   // pins, plans, writes the input but for these, and launches the step behind a gate, where that
-  // can be. False: this step cannot be prepared, and nothing was launched. RunPrepared then answers
-  // the rows, as Run would, which have their queries, tokens and buffers by then.
+  // can be. It uploads no segment and uses no cache of pages, as that may take a while. False: this
+  // step cannot be prepared, and nothing was launched. RunPrepared then answers the rows, as Run
+  // would, which have their queries, tokens and buffers by then.
   absl::StatusOr<bool> Prepare();
   absl::Status RunPrepared();
 

@@ -76,7 +76,8 @@ class StepWriter {
   uint64_t Write(std::byte* input, std::byte* device_input, std::byte* device_scratch);
   // After Write: fills in the queries and what uploads point at.
   void WriteTokens(std::byte* input) const;
-  // In place of WriteTokens: queries of zeros, and no upload. Such a step does no harm.
+  // In place of WriteTokens: queries of zeros, and no upload. Such a step takes its time, and
+  // writes to its stream's scratch memory alone.
   void WriteNoTokens(std::byte* input) const;
   // After Write.
   const StepHeader& header() const { return header_; }

@@ -152,6 +152,7 @@ absl::Status DecodeReactor::Answer() {
   absl::Status status =
       pass_ != nullptr ? pass_->Step(step_.args, memory, &result_)
                        : handlers_->engine->Decode(tenant_, writer_, step_.args, memory, &result_);
+  if (pass_ != nullptr) pass_->ForgetNextLayer();  // it comes with a message, perhaps late
   engine_time_ = Clock::now() - start;
   if (status.ok() && pass_ != nullptr && pass_options_.stats == v1::Pass::STATS_OF_PASS) {
     pass_stats_.Add(result_);
@@ -346,6 +347,7 @@ absl::Status DecodeReactor::RunMemoryPass() {
                                               .writer = writer_,
                                               .step = &step_,
                                               .options = &pass_options_,
+                                              .rings_are_prompt = &rings_are_prompt_,
                                               .cancelled = &cancelled_,
                                               .stopping = &stopping_},
                                              request_.begin_pass().memory()));

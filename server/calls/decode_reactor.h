@@ -120,6 +120,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   std::atomic<bool> cancelled_{false};
   // Set from any thread; a pass over memory looks at it between turns.
   std::atomic<bool> stopping_{false};
+  bool rings_are_prompt_ = true;  // the last one of a pass over memory; until one tells
 
   // Belong to gRPC while reading or writing, to the step while stepping.
   grpc::ByteBuffer request_bytes_;  // of a message that has not been parsed

@@ -45,6 +45,7 @@ class MemoryPass {
     engine::WriterId writer = 0;
     DecodeStep* step = nullptr;  // its tensors have no data until Declare gives them some
     const PassOptions* options = nullptr;
+    bool* rings_are_prompt = nullptr;  // whether the last ring was; kept from pass to pass
     const std::atomic<bool>* cancelled = nullptr;
     const std::atomic<bool>* stopping = nullptr;  // the server ends
   };
@@ -84,7 +85,7 @@ class MemoryPass {
   absl::Status MakeCopies();
   static absl::Status MakeCopy(engine::TensorView* tensor, Input* input);
   absl::Status RunLayers(engine::Pass* pass, engine::DecodeResult* result);
-  // Has the engine get ready for the next layer, whose ring is not there yet.
+  // Behind an answer: has the engine get ready for the next layer.
   void PrepareLayer(engine::Pass* pass);
   // Waits for the ring; the engine gives up what it has got ready if that takes too long.
   absl::Status AwaitRing(engine::Pass* pass);
@@ -96,7 +97,7 @@ class MemoryPass {
   // Makes the last layer's buffers ready for the next one's answer, in the time that the model
   // takes for that layer's queries.
   void BlankAnswer();
-  // On the threads that steps run on.
+  // On the threads that steps run on, or, if the engine has got ready for it, here.
   void RunStep(absl::FunctionRef<void()> step) const;
   bool MayReadDisk() const;
 
@@ -118,9 +119,9 @@ class MemoryPass {
   bool blank_ = false;  // all of them are NaN
   PassStats stats_;
   uint32_t failed_rows_ = 0;
-  bool rung_ = false;      // for its first layer
-  bool prepared_ = false;  // the engine has got ready for the next layer
-  bool prompt_ = true;     // the last ring came while the engine was, or would have been, ready
+  bool rung_ = false;               // for its first layer
+  bool prepared_ = false;           // the engine has got ready for the next layer
+  Clock::time_point prompt_until_;  // a ring is prompt
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 };

@@ -309,16 +309,17 @@ TEST_F(CudaEngine, PassesAreTheSamePrepared) {
   CudaBackendOptions options = SmallOptions();
   options.timed_steps = 16;
   Start(options);
-  engine::test::RandomPasses passes(engine_.get(), shape_, &random_);
+  const ModelShape shape = engine::test::MakeShape(4, 4, 2, 64, 64, DType::kBf16);
+  engine::test::RandomPasses passes(engine_.get(), shape, &random_);
   passes.between_layers = [&](engine::Pass* pass) {
     const uint64_t what = random_.Below(4);
     if (what > 0) pass->PrepareNextLayer();
     if (what == 1) pass->ForgetNextLayer();
     pass->WarmNextLayer();
   };
-  passes.Run(8 * kHistoryRounds);
-  EXPECT_GT(stats().steps_ahead, 20u);
-  EXPECT_GT(stats().steps_in_vain, 10u);
+  passes.Run(5 * kHistoryRounds);
+  EXPECT_GT(stats().steps_ahead, uint64_t{kHistoryRounds});
+  EXPECT_GT(stats().steps_in_vain, uint64_t{kHistoryRounds} / 2);
   EXPECT_EQ(stats().fallback_steps, 0u);
 }
 

@@ -407,7 +407,7 @@ TEST(GpuEngine, HistoriesAnswerAsLocalAttentionDoes) {
   EXPECT_TRUE(engine->backend().Health().ok()) << engine->backend().Health();
 }
 
-// Layers that wait on the GPU for their queries, some for nothing, beside steps of another caller.
+// Layers that wait on the GPU for their queries, some in vain.
 TEST(GpuEngine, PassesAreTheSamePrepared) {
   using engine::test::FinishPrefill;
   using engine::test::MatchesModel;

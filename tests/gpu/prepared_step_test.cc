@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -54,6 +55,16 @@ TestSequence MakeHistory(const attention::IndexSet& indexes = attention::kTreeIn
 TestRow LastToken(TestSequence* sequence, const char* preset, uint32_t layer = 0) {
   return MakeRow(sequence, Parse(preset), sequence->spec.tokens() - 1, 1, false, DType::kBf16,
                  layer, TestSeed());
+}
+
+// Brings the sequence's segments and all its tokens but the last one to the device: what is still
+// to be uploaded is not prepared for.
+void Bring(const FakeBackend& fake, TestSequence* sequence) {
+  for (const uint32_t layer : {0, 1}) {
+    TestRow before = LastToken(sequence, "dense", layer);
+    --before.past_tokens;
+    EXPECT_TRUE(RunStep(fake.backend.get(), layer, {{before}}).status.ok());
+  }
 }
 
 // What a tail has of its last token in all layers and heads, so that it can be taken away and put
@@ -149,26 +160,18 @@ TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
 TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
   TestSequence sequence = MakeHistory(GetParam());
   LateToken late(sequence);
-  const auto cpu = MakeCpu();
-  for (const bool known : {false, true}) {
-    // With nothing of the sequence on the device, and with all but the token.
-    const FakeBackend fake = MakeFakeBackend(Options());
-    if (known) {
-      TestRow before = LastToken(&sequence, "streaming");
-      --before.past_tokens;
-      ASSERT_TRUE(RunStep(fake.backend.get(), 0, {{before}}).status.ok());
-    }
-    const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
-                                       LastToken(&sequence, "dense")};
-    late.TakeAway();
-    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
-    ASSERT_NE(prepared, nullptr);
-    EXPECT_EQ(fake.control->steps_behind_gates(), 1u);
-    late.PutBack();
-    const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
-    ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
-    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(cpu.get(), 0, rows), rows));
-  }
+  const FakeBackend fake = MakeFakeBackend(Options());
+  Bring(fake, &sequence);
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
+                                     LastToken(&sequence, "dense")};
+  late.TakeAway();
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  EXPECT_EQ(fake.control->steps_behind_gates(), 1u);
+  late.PutBack();
+  const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
+  ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
+  EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
 // A step in vain sends nothing: what another step has brought meanwhile stays.
@@ -178,15 +181,16 @@ TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
   LateToken late(sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
                                      LastToken(&sequence, "dense")};
+  Bring(fake, &sequence);
   late.TakeAway();
   auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
   late.PutBack();
   const StepResult expected = RunStep(fake.backend.get(), 0, rows);
-  const uint64_t uploads = fake.control->uploads();
+  const uint64_t uploads = fake.control->uploads(), steps = fake.control->steps();
   prepared.reset();
   EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
-  EXPECT_EQ(fake.control->steps(), 2u) << "it runs over nothing";
+  EXPECT_EQ(fake.control->steps(), steps + 1);
   EXPECT_EQ(fake.control->uploads(), uploads);
   ExpectSameRows(RunStep(fake.backend.get(), 0, rows), expected);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
@@ -199,6 +203,7 @@ TEST_P(PreparedSteps, WhatWasNotBroughtIsNotCounted) {
   TestSequence sequence = MakeHistory(GetParam());
   LateToken late(sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "dense")};
+  Bring(fake, &sequence);
   late.TakeAway();
   ASSERT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
   late.PutBack();
@@ -211,38 +216,53 @@ INSTANTIATE_TEST_SUITE_P(Indexes, PreparedSteps,
                            return c.param == attention::kTreeIndexes ? "tree" : "clusters";
                          });
 
+// Rows are changed where they lie, as other rows have other policies already.
 TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory();
-  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
-                                     LastToken(&sequence, "streaming")};
-  std::vector<std::vector<TestRow>> others(6, rows);
-  others[0].pop_back();
-  --others[1][0].past_tokens;
-  others[2][0].query_only = true;
-  others[3][1].want_kv_head_errors = false;
-  others[4][0].query_dtype = DType::kFp32;
-  TestSequence same = sequence;
+  TestSequence sequence = MakeHistory(), same = sequence;
   same.view = std::make_shared<attention::SequenceView>(*sequence.view);
-  others[5] = RowsOver(&same, rows);
-  for (size_t i = 0; i < others.size(); ++i) {
-    SCOPED_TRACE(i);
+  Bring(fake, &sequence);
+  const std::vector<TestRow> original = {LastToken(&sequence, "error-target"),
+                                         LastToken(&sequence, "streaming")};
+  using Change = std::function<void(std::vector<TestRow>*)>;
+  const std::pair<const char*, Change> changes[] = {
+      {"a row less", [](auto* rows) { rows->pop_back(); }},
+      {"position", [](auto* rows) { --rows->front().past_tokens; }},
+      {"query only", [](auto* rows) { rows->front().query_only = true; }},
+      {"errors", [](auto* rows) { rows->back().want_kv_head_errors = false; }},
+      {"dtype", [](auto* rows) { rows->front().query_dtype = DType::kFp32; }},
+      {"view", [&](auto* rows) { rows->back().sequence = &same; }},
+      {"policies elsewhere", [](auto* rows) { *rows = std::vector<TestRow>(*rows); }},
+  };
+  uint64_t in_vain = 0;
+  for (const auto& [what, change] : changes) {
+    SCOPED_TRACE(what);
+    std::vector<TestRow> rows = original;
     const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
     ASSERT_NE(prepared, nullptr);
-    const StepResult expected = RunStep(fake.backend.get(), 0, others[i]);
-    ExpectSameRows(RunPrepared(fake.backend.get(), 0, others[i], prepared.get()), expected);
+    change(&rows);
+    const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
+    EXPECT_EQ(fake.backend->stats().steps_in_vain, ++in_vain) << "before the step that came";
+    ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
   }
-  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
-  const StepResult expected = RunStep(fake.backend.get(), 1, rows);
-  ExpectSameRows(RunPrepared(fake.backend.get(), 1, rows, prepared.get()), expected);
+  {
+    const auto prepared = PrepareStep(fake.backend.get(), 0, original);
+    const StepResult found = RunPrepared(fake.backend.get(), 1, original, prepared.get());
+    ExpectSameRows(found, RunStep(fake.backend.get(), 1, original));
+  }
   EXPECT_EQ(fake.backend->stats().steps_ahead, 0u);
-  EXPECT_EQ(fake.backend->stats().steps_in_vain, others.size());
+  EXPECT_EQ(fake.backend->stats().steps_in_vain, ++in_vain);
+  const auto prepared = PrepareStep(fake.backend.get(), 0, original);
+  ExpectSameRows(RunPrepared(fake.backend.get(), 0, original, prepared.get()),
+                 RunStep(fake.backend.get(), 0, original));
+  EXPECT_EQ(fake.backend->stats().steps_ahead, 1u) << "unchanged it is used";
 }
 
 TEST(PreparedStep, ACancelledStepFreesItsStream) {
   const FakeBackend fake = MakeFakeBackend(Options());
   TestSequence sequence = MakeHistory();
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  Bring(fake, &sequence);
   const std::atomic<bool> cancelled{true};
   for (int i = 0; i < 3; ++i) {
     const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
@@ -258,6 +278,7 @@ TEST(PreparedStep, OneStreamStaysForOthers) {
   const FakeBackend fake = MakeFakeBackend(Options());
   TestSequence sequence = MakeHistory();
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  Bring(fake, &sequence);
   auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
   EXPECT_EQ(PrepareStep(fake.backend.get(), 0, rows), nullptr);
@@ -272,6 +293,7 @@ TEST(PreparedStep, WithoutGatesItIsLaunchedLater) {
   fake.control->Set({.no_gates = true});
   TestSequence sequence = MakeHistory();
   LateToken late(sequence);
+  Bring(fake, &sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   late.TakeAway();
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
@@ -289,6 +311,12 @@ TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
   const uint64_t begin = 1300;
   TestSequence sequence =
       MakeHistory(attention::kTreeIndexes, kTailBlockTokens - begin % kTailBlockTokens);
+  // The segments alone, which are uploaded by the step that first reads them.
+  EXPECT_EQ(PrepareStep(fake.backend.get(), 0, {{LastToken(&sequence, "dense")}}), nullptr);
+  const TestRow segments = MakeRow(&sequence, Parse("dense"), begin, 1, /*query_only=*/true,
+                                   DType::kBf16, 0, TestSeed());
+  ASSERT_TRUE(RunStep(fake.backend.get(), 0, {{segments}}).status.ok());
+  EXPECT_NE(PrepareStep(fake.backend.get(), 0, {{segments}}), nullptr);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   EXPECT_EQ(PrepareStep(fake.backend.get(), 0, rows), nullptr);
   EXPECT_EQ(fake.control->uploads(), 0u);
@@ -305,12 +333,14 @@ TEST(PreparedStep, TimedStepsAreNotPrepared) {
   const FakeBackend fake = MakeFakeBackend(options);
   TestSequence sequence = MakeHistory();
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-  for (int step = 0; step < 12; ++step) {
+  Bring(fake, &sequence);  // steps 0 and 1
+  for (int step = 2; step < 14; ++step) {
     const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
-    EXPECT_EQ(prepared == nullptr, step % 4 == 0);
+    // A prepared step whose turn it is leaves that to the next one.
+    EXPECT_EQ(prepared == nullptr, step % 4 == 1);
     EXPECT_TRUE(RunPrepared(fake.backend.get(), 0, rows, prepared.get()).status.ok());
   }
-  EXPECT_EQ(fake.backend->stats().timed_steps, 3u);
+  EXPECT_EQ(fake.backend->stats().timed_steps, 4u);
   EXPECT_EQ(fake.backend->stats().steps_ahead, 9u);
 }
 
@@ -319,6 +349,7 @@ TEST(PreparedStep, NothingIsPreparedUnlessAsked) {
   options.launch_ahead = false;
   const FakeBackend fake = MakeFakeBackend(options);
   TestSequence sequence = MakeHistory();
+  Bring(fake, &sequence);
   EXPECT_EQ(PrepareStep(fake.backend.get(), 0, {{LastToken(&sequence, "dense")}}), nullptr);
 }
 
@@ -371,7 +402,8 @@ TEST(PreparedStep, RowsOfADeviceAloneArePrepared) {
   };
   sequence.view = owned(sequence, device);
   other.view = owned(other, nullptr);
-  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  ASSERT_TRUE(RunStep(both.get(), 0, rows).status.ok());
   {
     const auto prepared = PrepareStep(both.get(), 0, rows);
     ASSERT_NE(prepared, nullptr);
@@ -379,8 +411,14 @@ TEST(PreparedStep, RowsOfADeviceAloneArePrepared) {
     ExpectSameRows(found, RunStep(both.get(), 0, rows));
   }
   EXPECT_EQ(both->stats().steps_ahead, 1u);
-  rows.push_back(LastToken(&other, "error-target"));
-  EXPECT_EQ(PrepareStep(both.get(), 0, rows), nullptr);
+  // Of which one has become the CPU's meanwhile.
+  const std::vector<TestRow> mixed = {rows[0], LastToken(&other, "error-target")};
+  const auto prepared = PrepareStep(both.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  const StepResult found = RunPrepared(both.get(), 0, mixed, prepared.get());
+  EXPECT_EQ(both->stats().steps_in_vain, 1u);
+  ExpectSameRows(found, RunStep(both.get(), 0, mixed));
+  EXPECT_EQ(PrepareStep(both.get(), 0, mixed), nullptr);
 }
 
 }  // namespace

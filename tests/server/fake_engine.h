@@ -197,7 +197,10 @@ class FakeEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override {}
-    void PrepareNextLayer() override { ++engine_->prepared_; }
+    bool PrepareNextLayer() override {
+      ++engine_->prepared_;
+      return true;
+    }
     void ForgetNextLayer() override { ++engine_->forgotten_; }
 
    private:

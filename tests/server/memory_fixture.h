@@ -77,6 +77,14 @@ class MemoryPassClient {
   bool WaitFor(uint32_t layer) {
     return Within([&] { return plane::ReadWord(&words()->answer) == epoch_ + layer; });
   }
+  // The same without a sleep between two looks.
+  bool LookFor(uint32_t layer) {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (plane::ReadWord(&words()->answer) != epoch_ + layer) {
+      if (std::chrono::steady_clock::now() > limit) return false;
+    }
+    return true;
+  }
   // The pass's reply. Later passes have later epochs.
   v1::DecodeResponse Reply() {
     v1::DecodeResponse reply;

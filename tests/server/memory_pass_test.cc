@@ -346,12 +346,13 @@ TEST_F(HeldMemoryPassTest, DataThatChangesUnderWayIsNotSeen) {
 }
 
 // The engine gets ready for a layer that is rung for at once, gives that up when the ring takes its
-// time, and does so no more in that pass until a ring comes at once again.
+// time, and does so no more until a ring comes at once again.
 TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
   StartServer();
   MemoryPassClient client(*server_);
   v1::DecodeRequest request = client.Declaration();
-  request.mutable_begin_pass()->set_layers(4);
+  constexpr uint32_t kLayers = 1000;
+  request.mutable_begin_pass()->set_layers(kLayers);
   ASSERT_TRUE(client.Declare(request));
   client.Ring(0);
   ASSERT_TRUE(client.WaitFor(0));
@@ -361,13 +362,13 @@ TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
   ASSERT_TRUE(client.WaitFor(1));
   EXPECT_TRUE(Within([&] { return engine_.forgotten() == 2; })) << "layer 2 is not prepared";
   EXPECT_EQ(engine_.prepared(), 1);
-  client.Ring(2);
-  ASSERT_TRUE(client.WaitFor(2));
-  client.Ring(3);
-  ASSERT_TRUE(client.WaitFor(3));
-  EXPECT_EQ(client.Reply().status().code(), 0);
-  EXPECT_TRUE(Within([&] { return engine_.prepared() + engine_.forgotten() >= 5; }))
-      << "each layer's end has one of the two";
+  // Without a sleep between an answer and the next ring, which a busy machine may yet put there.
+  uint32_t layer = 2;
+  for (; layer < kLayers && engine_.prepared() == 1; ++layer) {
+    client.Ring(layer);
+    ASSERT_TRUE(client.LookFor(layer));
+  }
+  EXPECT_GE(engine_.prepared(), 2) << "a layer behind a prompt ring";
 }
 
 TEST_F(HeldMemoryPassTest, ACancelledLayerEndsWithItsPass) {

@@ -171,6 +171,14 @@ TEST(EmulatedGraphs, WaitForTheirQueries) {
     const StepResult step = attention::test::RunPrepared(emulated.get(), 0, rows, prepared.get());
     ASSERT_TRUE(step.status.ok()) << step.status;
     EXPECT_TRUE(SameBits(step.rows[0], first.rows[0])) << i;
+    // Another step comes in its place: nothing may wait for what waits.
+    prepared.reset();
+    prepared = attention::test::PrepareStep(emulated.get(), 0, rows);
+    std::vector<TestRow> others = rows;
+    --others[0].past_tokens;
+    const StepResult other =
+        attention::test::RunPrepared(emulated.get(), 0, others, prepared.get());
+    ASSERT_TRUE(other.status.ok()) << other.status;
     prepared.reset();
     if (i % 3 == 2) attention::test::PrepareStep(emulated.get(), 0, rows);  // given up at once
   }

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// DeviceStep: a step that is prepared before its queries are there.
+#include <cstddef>
+#include <optional>
+#include <utility>
+
+#include "common/status.h"
+#include "gpu/step/describe_row.h"
+#include "gpu/step/device_step.h"
+
+namespace attnd::gpu {
+
+using attention::kTailBlockTokens;
+using attention::StepRow;
+
+DeviceStep::~DeviceStep() {
+  if (!waits_) return;
+  writer_.WriteNoTokens(context_->input());
+  context_->OpenGate(/*in_vain=*/true);
+}
+
+absl::StatusOr<bool> DeviceStep::Prepare() {
+  prepares_ = true;
+  const WaveShape shape = WaveShapeOf(request_.rows.front(), request_.layer);
+  // Whoever uses the cache of pages has it until the step has ended.
+  if (shape.reads_files || store_->CacheOf(PageBytesOf(shape.kernel)) != nullptr) return false;
+  BeginWave(shape);
+  for (uint32_t row = 0; row < request_.rows.size(); ++row) {
+    if (!(WaveShapeOf(request_.rows[row], request_.layer) == shape)) return false;
+    ATTND_ASSIGN_OR_RETURN(const bool added, PrepareRow(row));
+    if (!added) return false;
+  }
+  if (writer_.off_device()) return false;  // there is a cache now
+  ATTND_RETURN_IF_ERROR(context_->Flush());
+  const uint64_t input_bytes =
+      writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
+  ATTND_ASSIGN_OR_RETURN(
+      waits_,
+      context_->RunStepBehindGate(writer_.shape().kernel, writer_.header(), writer_.measure(),
+                                  input_bytes, writer_.device_results(), writer_.results().bytes));
+  return true;
+}
+
+absl::StatusOr<bool> DeviceStep::PrepareRow(uint32_t number) {
+  const StepRow& row = request_.rows[number];
+  Row& own = rows_[number];
+  own.history = DeviceHistory::Of(*row.view, store_);
+  if (own.history->paged()) return false;
+  own.description = DescribeRow(row, request_.layer, own.history->description());
+  RowMemory memory;
+  absl::Status pinned = Pin(number, &memory);
+  if (absl::IsResourceExhausted(pinned)) return false;
+  ATTND_RETURN_IF_ERROR(pinned);
+  auto part = writer_.Plan(own.description, number, /*first_token=*/0, memory.uploads);
+  if (!part.has_value() || part->part.tokens != row.query_tokens) return false;
+  AddPart(number, *part, std::move(memory));
+  return true;
+}
+
+absl::Status DeviceStep::RunPrepared() {
+  ATTND_RETURN_IF_ERROR(CheckAlive(request_));
+  prepares_ = false;
+  for (size_t row = 0; row < rows_.size(); ++row) {
+    rows_[row].description.queries = request_.rows[row].queries;
+  }
+  if (!waits_) return RunWave();
+  writer_.WriteTokens(context_->input());
+  context_->OpenGate(/*in_vain=*/false);
+  waits_ = false;
+  const absl::Status ran = context_->Synchronize();
+  if (absl::IsResourceExhausted(ran)) {  // the device's own; it can be used further
+    LeaveWaveOver(attention::Fallback::kScratch);
+    return absl::OkStatus();
+  }
+  ATTND_RETURN_IF_ERROR(ran);
+  return TakeResults(std::nullopt);
+}
+
+bool DeviceStep::AppendsTo(const RowDescription& row, uint64_t block, uint32_t tokens) {
+  // A causal row's first query token, which it appends, is the last one that it sees.
+  return row.causal && block * kTailBlockTokens + tokens >= row.tail_limit;
+}
+
+}  // namespace attnd::gpu
