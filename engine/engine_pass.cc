@@ -163,7 +163,10 @@ class EngineImpl::PassImpl final : public Pass {
     uint64_t appended = 0;
     const absl::Status prepared = engine_->WithoutCopies([&] {
       appended = batch->Prepare(number, writer_, *engine_->backend_, sequence);
-      return result->rows[number].status;
+      const absl::Status& status = result->rows[number].status;
+      // Making room may wait for the device, on which what is prepared may stand in the way.
+      if (absl::IsResourceExhausted(status) && spent_ != nullptr) spent_->GiveUp();
+      return status;
     });
     if (!prepared.ok() || rows_[number].query_only) return;
     if (layer_ == 0) state.new_tokens = appended;
@@ -214,8 +217,8 @@ class EngineImpl::PassImpl final : public Pass {
   // From a step on until nothing is prepared for them: the rows of the next layer, if they stay as
   // they are.
   DecodeBatch::ExpectedRows expected_;
-  // What the backend has got ready for them, and what it had for the step before, whose end need
-  // not hold up its answer. Null: nothing.
+  // What the backend has got ready for them, and what it had for the step that is under way or was
+  // the last one, whose end need not hold up its answer. Null: nothing.
   std::unique_ptr<attention::PreparedStep> prepared_, spent_;
   uint32_t layer_ = 0;
   bool given_up_ = false;

@@ -194,7 +194,8 @@ class CudaBackend : public Backend {
 
   std::unique_ptr<PreparedStep> Prepare(const StepRequest& request) override {
     // A step that is to be timed is launched part by part.
-    if (!options_.launch_ahead || degraded_.load(std::memory_order_acquire) ||
+    if (!options_.launch_ahead || options_.timed_steps == 1 ||
+        degraded_.load(std::memory_order_acquire) ||
         timing_is_owed_.load(std::memory_order_relaxed)) {
       return nullptr;
     }
@@ -243,8 +244,11 @@ class CudaBackend : public Backend {
         return Complete(request, OutcomeOf(run, prepared->step(), /*timed=*/false));
       }
       const bool timed = timing_is_owed_.exchange(false, std::memory_order_relaxed);
-      ATTND_ASSIGN_OR_RETURN(Outcome outcome, StepOnDevice(request, timed));
-      return Complete(request, std::move(outcome));
+      absl::StatusOr<Outcome> outcome = StepOnDevice(request, timed);
+      const bool ran = outcome.ok() && outcome->status.ok();
+      if (timed && !ran) timing_is_owed_.store(true, std::memory_order_relaxed);
+      ATTND_RETURN_IF_ERROR(outcome.status());
+      return Complete(request, *std::move(outcome));
     } catch (const std::bad_alloc&) {
       return absl::ResourceExhaustedError("the system refused memory for the step");
     }

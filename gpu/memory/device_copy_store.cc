@@ -118,10 +118,7 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   if (pages_in == PagesIn::kAnyMemory) LeaveToCache(copies);
   const Clock::time_point now = Clock::now();
   for (const std::shared_ptr<Copy>& copy : copies) {  // so that none of them makes room for another
-    if (copy->resident == nullptr) continue;
-    CHECK_EQ(*copy->place, copy.get()) << "a copy with a resident stands in the order";
-    order_.splice(order_.end(), order_, copy->place);
-    copy->last_use = now;
+    if (copy->resident != nullptr) NoteUse(copy.get(), now);
   }
   if (pages_in == PagesIn::kAnyMemory && WantCache(copies)) {
     // What is pinned cannot make room for a cache. So nothing of these copies is pinned yet, and a
@@ -147,6 +144,26 @@ absl::Status DeviceCopyStore::Pin(std::span<const std::shared_ptr<Copy>> copies,
   return absl::OkStatus();
 }
 
+bool DeviceCopyStore::PinIfThere(std::span<const std::shared_ptr<Copy>> copies,
+                                 std::vector<std::shared_ptr<Resident>>* pins) {
+  MutexLock lock(mutex_);
+  const bool there = std::all_of(copies.begin(), copies.end(),
+                                 [](const auto& copy) { return copy->resident != nullptr; });
+  if (!there) return false;
+  const Clock::time_point now = Clock::now();
+  for (const std::shared_ptr<Copy>& copy : copies) {
+    NoteUse(copy.get(), now);
+    pins->push_back(copy->resident);
+  }
+  return true;
+}
+
+void DeviceCopyStore::NoteUse(Copy* copy, Clock::time_point now) {
+  CHECK_EQ(*copy->place, copy) << "a copy with a resident stands in the order";
+  order_.splice(order_.end(), order_, copy->place);
+  copy->last_use = now;
+}
+
 absl::StatusOr<DeviceCopyStore::WorkMemory> DeviceCopyStore::Borrow(uint64_t index_bytes,
                                                                     uint64_t pages_bytes) {
   MutexLock lock(mutex_);
@@ -164,6 +181,11 @@ bool DeviceCopyStore::MakeCache(uint32_t page_bytes) {
 bool DeviceCopyStore::ReadsFiles() const {
   MutexLock lock(mutex_);
   return MapsHostMemory();
+}
+
+bool DeviceCopyStore::HasCache() const {
+  MutexLock lock(mutex_);
+  return cache_ != nullptr;
 }
 
 uint64_t DeviceCopyStore::carried_bytes_max() const {

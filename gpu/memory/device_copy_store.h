@@ -125,6 +125,9 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // file, if there is none of its pages. `lack` then says of what, unless it is null.
   absl::Status Pin(std::span<const std::shared_ptr<Copy>> copies, PagesIn pages_in,
                    std::vector<std::shared_ptr<Resident>>* pins, Lack* lack = nullptr);
+  // Pin of copies that have memory. False, and nothing has changed, if one has none.
+  bool PinIfThere(std::span<const std::shared_ptr<Copy>> copies,
+                  std::vector<std::shared_ptr<Resident>>* pins);
 
   // Memory for work that leaves no copies behind. ResourceExhausted as Pin.
   struct WorkMemory {
@@ -148,6 +151,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Whether rows over segments in files may have a cache for their pages, to which whole segments
   // must leave their memory: they have to be read where they lie. Once it is false it stays so.
   bool ReadsFiles() const;
+  // Whether there is a cache of pages.
+  bool HasCache() const;
   // The most bytes of pages that a step may carry, so that tails keep room beside them.
   uint64_t carried_bytes_max() const;
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in
@@ -198,6 +203,8 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   void Number(Copy* copy, uint64_t pages) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // MakeResident of a segment in a file.
   absl::Status MakeFileResident(Copy* copy, Lack* lack) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes a copy with a resident the one that was used last.
+  void NoteUse(Copy* copy, Clock::time_point now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void SetResident(Copy* copy, std::shared_ptr<Resident> resident)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Gives the copy a resident, if it has none.

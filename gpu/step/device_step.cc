@@ -186,13 +186,17 @@ absl::Status DeviceStep::Pin(uint32_t row, RowMemory* memory) {
   return tail;
 }
 
+absl::Status DeviceStep::PinCopies(DeviceHistory::Copies copies, PagesIn pages_in) {
+  residents_.clear();
+  if (prepares_) return uploader_.PinIfThere(copies, &residents_);  // making room may take a while
+  return uploader_.Pin(copies, pages_in, &residents_, &lack_);
+}
+
 absl::Status DeviceStep::PinSegments(uint32_t number, RowMemory* memory) {
   const attention::SequenceView& view = *request_.rows[number].view;
   const DeviceHistory& history = *rows_[number].history;
   const std::span<const SegmentDescription> segments = rows_[number].description.segments;
-  residents_.clear();
-  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.segments().first(segments.size()),
-                                      PagesIn::kAnyMemory, &residents_, &lack_));
+  ATTND_RETURN_IF_ERROR(PinCopies(history.segments().first(segments.size()), PagesIn::kAnyMemory));
   const uint64_t heads = uint64_t{request_.layer} * view.shape.kv_heads;
   memory->segments.reserve(segments.size());
   for (size_t s = 0; s < segments.size(); ++s) {
@@ -269,9 +273,8 @@ absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
   const RowDescription& row = rows_[number].description;
   const uint64_t tail_blocks = TailBlocksSeen(row);
   CHECK_LE(tail_blocks, view.tail.size()) << "the row sees tokens that its view has not";
-  residents_.clear();
-  ATTND_RETURN_IF_ERROR(uploader_.Pin(history.tail_blocks().first(tail_blocks),
-                                      PagesIn::kDeviceMemory, &residents_, &lack_));
+  ATTND_RETURN_IF_ERROR(
+      PinCopies(history.tail_blocks().first(tail_blocks), PagesIn::kDeviceMemory));
   uint64_t upload_bytes = 0;
   memory->tail_blocks.reserve(tail_blocks);
   for (uint64_t b = 0; b < tail_blocks; ++b) {

@@ -50,9 +50,9 @@ class DeviceStep {
 
   // Run in two parts. Prepare needs neither the rows' queries nor the tokens that they append: it
   // pins, plans, writes the input but for these, and launches the step behind a gate, where that
-  // can be. It uploads no segment and uses no cache of pages, as that may take a while. False: this
-  // step cannot be prepared, and nothing was launched. RunPrepared then answers the rows, as Run
-  // would, which have their queries, tokens and buffers by then.
+  // can be. It makes no room on the device, uploads no segment and uses no cache of pages, as that
+  // may take a while. False: this step cannot be prepared, and nothing was launched. RunPrepared
+  // then answers the rows, as Run would, which have their queries, tokens and buffers by then.
   absl::StatusOr<bool> Prepare();
   absl::Status RunPrepared();
 
@@ -81,6 +81,7 @@ class DeviceStep {
   // there is no room.
   absl::Status Pin(uint32_t row, RowMemory* memory);
   absl::Status PinSegments(uint32_t row, RowMemory* memory);
+  absl::Status PinCopies(DeviceHistory::Copies copies, PagesIn pages_in);  // into residents_
   absl::Status PinTail(uint32_t row, RowMemory* memory);
   // Whether the first `tokens` tokens of tail block `block` include one that the row appends.
   static bool AppendsTo(const RowDescription& row, uint64_t block, uint32_t tokens);

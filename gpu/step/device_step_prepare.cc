@@ -17,14 +17,15 @@ using attention::StepRow;
 DeviceStep::~DeviceStep() {
   if (!waits_) return;
   writer_.WriteNoTokens(context_->input());
-  context_->OpenGate(/*in_vain=*/true);
+  context_->OpenGate();
+  context_->counts()->steps_in_vain.fetch_add(1, std::memory_order_relaxed);
 }
 
 absl::StatusOr<bool> DeviceStep::Prepare() {
   prepares_ = true;
   const WaveShape shape = WaveShapeOf(request_.rows.front(), request_.layer);
   // Whoever uses the cache of pages has it until the step has ended.
-  if (shape.reads_files || store_->CacheOf(PageBytesOf(shape.kernel)) != nullptr) return false;
+  if (shape.reads_files || store_->HasCache()) return false;
   BeginWave(shape);
   for (uint32_t row = 0; row < request_.rows.size(); ++row) {
     if (!(WaveShapeOf(request_.rows[row], request_.layer) == shape)) return false;
@@ -66,7 +67,7 @@ absl::Status DeviceStep::RunPrepared() {
   }
   if (!waits_) return RunWave();
   writer_.WriteTokens(context_->input());
-  context_->OpenGate(/*in_vain=*/false);
+  context_->OpenGate();
   waits_ = false;
   const absl::Status ran = context_->Synchronize();
   if (absl::IsResourceExhausted(ran)) {  // the device's own; it can be used further
@@ -74,7 +75,9 @@ absl::Status DeviceStep::RunPrepared() {
     return absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(ran);
-  return TakeResults(std::nullopt);
+  ATTND_RETURN_IF_ERROR(TakeResults(std::nullopt));
+  context_->counts()->steps_ahead.fetch_add(1, std::memory_order_relaxed);
+  return absl::OkStatus();
 }
 
 bool DeviceStep::AppendsTo(const RowDescription& row, uint64_t block, uint32_t tokens) {

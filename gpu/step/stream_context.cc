@@ -138,9 +138,8 @@ absl::StatusOr<bool> StreamContext::RunStepBehindGate(const KernelShape& shape,
   return true;
 }
 
-void StreamContext::OpenGate(bool in_vain) {
+void StreamContext::OpenGate() {
   std::atomic_ref(*reinterpret_cast<uint32_t*>(gate_)).store(1, std::memory_order_release);
-  (in_vain ? counts_->steps_in_vain : counts_->steps_ahead).fetch_add(1, std::memory_order_relaxed);
 }
 
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes, uint64_t at) {

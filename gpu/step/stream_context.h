@@ -24,7 +24,7 @@ struct TransferCounts {
   std::atomic<uint64_t> to_device{0};  // bytes
   std::atomic<uint64_t> to_host{0};
   std::atomic<uint64_t> graph_launches{0};  // of steps
-  // Steps that waited behind a gate, by what it was opened for.
+  // Steps that waited behind a gate, by what came of them.
   std::atomic<uint64_t> steps_ahead{0}, steps_in_vain{0};
 };
 
@@ -42,6 +42,7 @@ class StreamContext {
   // and for the times of a step.
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
+  TransferCounts* counts() const { return counts_; }
   // Device memory that a context with this room takes.
   static uint64_t DeviceBytes(const WaveRoom& room) {
     return room.input_bytes + room.scratch_bytes;
@@ -72,9 +73,8 @@ class StreamContext {
   absl::StatusOr<bool> RunStepBehindGate(const KernelShape& shape, const StepHeader& header,
                                          bool measure, uint64_t input_bytes,
                                          const std::byte* device_results, uint64_t result_bytes);
-  // What was written to the input buffer before is the step's input. in_vain: that of no step, and
-  // nobody wants the results.
-  void OpenGate(bool in_vain);
+  // What was written to the input buffer before is the step's input.
+  void OpenGate();
   // Copies to the result buffer, from byte `at` on.
   absl::Status Fetch(const std::byte* from, uint64_t bytes, uint64_t at = 0);
   // Waits for all work of the stream; then the buffers are free again.

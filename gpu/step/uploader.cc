@@ -55,6 +55,16 @@ absl::Status Uploader::Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy
   return absl::OkStatus();
 }
 
+absl::Status Uploader::PinIfThere(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
+                                  std::vector<Resident*>* residents) {
+  const size_t before = pins_.size();
+  if (!store_->PinIfThere(copies, &pins_)) {
+    return absl::ResourceExhaustedError("a copy has no memory on the device");
+  }
+  for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
+  return absl::OkStatus();
+}
+
 absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, uint32_t layer,
                                    std::span<const std::byte> sink) {
   if (resident->tokens(layer) == segment.tokens()) return absl::OkStatus();

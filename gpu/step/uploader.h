@@ -39,6 +39,10 @@ class Uploader {
   absl::Status Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies, PagesIn pages_in,
                    std::vector<Resident*>* residents, Lack* lack = nullptr);
 
+  // Pin of copies that have memory; ResourceExhausted, and nothing has changed, if one has none.
+  absl::Status PinIfThere(std::span<const std::shared_ptr<DeviceCopyStore::Copy>> copies,
+                          std::vector<Resident*>* residents);
+
   // Uploads a layer of a segment, unless it is on the device, and waits for the upload. Of a
   // segment whose pages stay in host memory: uploads the index, and maps the pages. Of one whose
   // pages lie in a file: uploads the index, and `sink`, the layer's pages of unclustered tokens, KV

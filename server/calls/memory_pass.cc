@@ -20,8 +20,8 @@ namespace attnd::server {
 namespace {
 
 constexpr uint32_t kSpinUsMax = 10'000;
-// From an answer until the next layer's ring. So long the engine stays ready for that layer, which
-// may hold others up.
+// From when the server waits for a layer's ring until it comes. So long the engine stays ready for
+// that layer, which may hold others up.
 constexpr std::chrono::milliseconds kPromptRing{1};
 
 plane::Span ToSpan(const v1::PassSpan& proto) { return {proto.offset(), proto.layer_stride()}; }
@@ -192,7 +192,6 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
 }
 
 void MemoryPass::PrepareLayer(engine::Pass* pass) {
-  prompt_until_ = Clock::now() + kPromptRing;
   const bool last = pass->layer() == stream_.options->layers;
   prepared_ = !last && *stream_.rings_are_prompt && pass->PrepareNextLayer();
   if (!prepared_) pass->ForgetNextLayer();
@@ -201,15 +200,16 @@ void MemoryPass::PrepareLayer(engine::Pass* pass) {
 }
 
 absl::Status MemoryPass::AwaitRing(engine::Pass* pass) {
+  const Clock::time_point prompt_until = Clock::now() + kPromptRing;
   if (prepared_) {
-    absl::Status status = AwaitRingUntil(prompt_until_);
+    absl::Status status = AwaitRingUntil(prompt_until);
     if (!absl::IsDeadlineExceeded(status)) return status;
     pass->ForgetNextLayer();
     prepared_ = false;
   }
   ATTND_RETURN_IF_ERROR(AwaitRingUntil(Clock::now() + stream_.handlers->options->reply_timeout()));
   // A first layer's ring tells nothing: a pass may be declared long before.
-  if (rung_) *stream_.rings_are_prompt = Clock::now() < prompt_until_;
+  if (rung_) *stream_.rings_are_prompt = Clock::now() < prompt_until;
   return absl::OkStatus();
 }
 
@@ -299,8 +299,8 @@ void MemoryPass::CopyOut(uint32_t layer) {
 }
 
 void MemoryPass::RunStep(absl::FunctionRef<void()> step) const {
-  // It has its stream, and waits for the device: nothing else may hold it up. There are fewer such
-  // steps than step_workers.
+  // It has its stream, and waits for the device, unless the engine gives that up: no other step may
+  // hold it up. There are fewer such passes than step_workers.
   if (prepared_) return step();
   AwaitedTask task(step);
   // A pass has its place, as one whose layers are messages.

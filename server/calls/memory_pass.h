@@ -119,9 +119,8 @@ class MemoryPass {
   bool blank_ = false;  // all of them are NaN
   PassStats stats_;
   uint32_t failed_rows_ = 0;
-  bool rung_ = false;               // for its first layer
-  bool prepared_ = false;           // the engine has got ready for the next layer
-  Clock::time_point prompt_until_;  // a ring is prompt
+  bool rung_ = false;      // for its first layer
+  bool prepared_ = false;  // the engine has got ready for the next layer
   Clock::duration queue_time_{0};
   Clock::duration engine_time_{0};
 };

@@ -79,6 +79,10 @@ uint64_t FakeControl::steps_behind_gates() const {
   MutexLock lock(mutex_);
   return steps_behind_gates_;
 }
+std::vector<bool> FakeControl::runs_behind_gates() const {
+  MutexLock lock(mutex_);
+  return runs_behind_gates_;
+}
 uint64_t FakeControl::uploads() const {
   MutexLock lock(mutex_);
   return uploads_;
@@ -245,7 +249,9 @@ class FakeStream : public Stream {
       // Whoever waits for a step that nobody lets begin would wait for ever.
       work_.push_back([gate] { ASSERT_NE(std::atomic_ref(*const_cast<uint32_t*>(gate)), 0u); });
     }
+    behind_gate_ = true;
     absl::Status status = RunStep(run);
+    behind_gate_ = false;
     MutexLock lock(control_->mutex_);
     if (absl::IsResourceExhausted(status)) {
       work_.clear();
@@ -326,7 +332,9 @@ class FakeStream : public Stream {
     timed_ = run.timed;
     if (run.header.cache.set_count > 0) control_->TakeCache(run.header.cache, this);
     control_->kinds_.insert(KindOfStep(run));
-    work_.push_back([this, run]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    const bool behind_gate = behind_gate_;
+    work_.push_back([this, run, behind_gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      control_->runs_behind_gates_.push_back(behind_gate);
       const StepHeader& header = run.header;
       EXPECT_EQ(std::memcmp(&header, run.device_input, sizeof(header)), 0);
       EXPECT_EQ(
@@ -367,6 +375,7 @@ class FakeStream : public Stream {
   const std::shared_ptr<FakeControl> control_;
   std::vector<std::function<void()>> work_;  // runs under the control's mutex
   bool timed_ = false;
+  bool behind_gate_ = false;  // what is being launched
 };
 
 class FakeDevice : public Device {

@@ -55,12 +55,14 @@ class FakeControl {
   uint64_t allocations() const;         // live ones
   uint64_t steps() const;               // that were run
   uint64_t steps_behind_gates() const;  // that were launched
-  uint64_t uploads() const;             // bytes that came by UploadRefs
-  uint64_t builds() const;              // layers that were built
-  uint64_t coop_units() const;          // of steps, that cooperative groups answer
-  uint64_t empty_runs() const;          // of RunEmpty
-  uint64_t kinds() const;               // of steps that one graph could not launch together
-  uint64_t mapped_bytes() const;        // of host memory
+  // Of each step that was run, in order: whether it was behind a gate.
+  std::vector<bool> runs_behind_gates() const;
+  uint64_t uploads() const;       // bytes that came by UploadRefs
+  uint64_t builds() const;        // layers that were built
+  uint64_t coop_units() const;    // of steps, that cooperative groups answer
+  uint64_t empty_runs() const;    // of RunEmpty
+  uint64_t kinds() const;         // of steps that one graph could not launch together
+  uint64_t mapped_bytes() const;  // of host memory
   std::vector<std::thread::id> mappers() const;  // by whom each piece of it was mapped
   uint64_t refused_maps() const;                 // and how many could not be
   // From the n-th on MapHostMemory waits until it is allowed by another call; kNever: none waits.
@@ -115,6 +117,7 @@ class FakeControl {
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<bool> runs_behind_gates_ ABSL_GUARDED_BY(mutex_);
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t coop_units_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -241,8 +241,11 @@ TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
     const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
     ASSERT_NE(prepared, nullptr);
     change(&rows);
+    const size_t before = fake.control->runs_behind_gates().size();
     const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
-    EXPECT_EQ(fake.backend->stats().steps_in_vain, ++in_vain) << "before the step that came";
+    EXPECT_EQ(fake.backend->stats().steps_in_vain, ++in_vain);
+    const std::vector<bool> runs = fake.control->runs_behind_gates();
+    EXPECT_TRUE(runs.at(before) && !runs.back()) << "in vain, before the step that came";
     ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
   }
   {
@@ -273,8 +276,8 @@ TEST(PreparedStep, ACancelledStepFreesItsStream) {
   EXPECT_EQ(fake.backend->stats().steps_in_vain, 3u);
 }
 
-// Of two streams one stays for others, and is enough for them.
-TEST(PreparedStep, OneStreamStaysForOthers) {
+// As many as steps that wait for files may take: of two streams one, of four two.
+TEST(PreparedStep, HalfTheStreamsStayForOthers) {
   const FakeBackend fake = MakeFakeBackend(Options());
   TestSequence sequence = MakeHistory();
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
@@ -285,6 +288,15 @@ TEST(PreparedStep, OneStreamStaysForOthers) {
   EXPECT_TRUE(RunStep(fake.backend.get(), 0, rows).status.ok());
   prepared.reset();
   EXPECT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+
+  CudaBackendOptions four = Options();
+  four.streams = 4;
+  const FakeBackend larger = MakeFakeBackend(four);
+  Bring(larger, &sequence);
+  const auto one = PrepareStep(larger.backend.get(), 0, rows);
+  const auto other = PrepareStep(larger.backend.get(), 0, rows);
+  EXPECT_TRUE(one != nullptr && other != nullptr);
+  EXPECT_EQ(PrepareStep(larger.backend.get(), 0, rows), nullptr);
 }
 
 // Where nothing waits behind a gate, what was prepared is launched when the queries are there.

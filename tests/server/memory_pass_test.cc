@@ -369,6 +369,12 @@ TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
     ASSERT_TRUE(client.LookFor(layer));
   }
   EXPECT_GE(engine_.prepared(), 2) << "a layer behind a prompt ring";
+  for (; layer < kLayers; ++layer) {
+    client.Ring(layer);
+    ASSERT_TRUE(client.LookFor(layer));
+  }
+  EXPECT_EQ(client.Reply().status().code(), 0);
+  EXPECT_TRUE(Within([&] { return engine_.prepared() + engine_.forgotten() >= int{kLayers}; }));
 }
 
 TEST_F(HeldMemoryPassTest, ACancelledLayerEndsWithItsPass) {
