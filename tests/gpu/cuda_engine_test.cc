@@ -317,7 +317,7 @@ TEST_F(CudaEngine, PassesAreTheSamePrepared) {
     if (what == 1) pass->ForgetNextLayer();
     pass->WarmNextLayer();
   };
-  passes.Run(5 * kHistoryRounds);
+  passes.Run(3 * kHistoryRounds);
   EXPECT_GT(stats().steps_ahead, uint64_t{kHistoryRounds});
   EXPECT_GT(stats().steps_in_vain, uint64_t{kHistoryRounds} / 2);
   EXPECT_EQ(stats().fallback_steps, 0u);
