@@ -53,19 +53,9 @@ bool BackendTotals::AddIndexMissing(uint64_t bytes) {
   return first;
 }
 
-void BackendTotals::Fill(BackendStats* stats) const {
+BackendStats BackendTotals::stats() const {
   MutexLock lock(mutex_);
-  stats->fallback_steps = stats_.fallback_steps;
-  stats->fallback_rows = stats_.fallback_rows;
-  stats->index_missing_bytes = stats_.index_missing_bytes;
-  stats->cache = stats_.cache;
-  stats->files = stats_.files;
-  stats->timed_steps = stats_.timed_steps;
-  stats->score_seconds = stats_.score_seconds;
-  stats->select_seconds = stats_.select_seconds;
-  stats->attend_seconds = stats_.attend_seconds;
-  stats->merge_seconds = stats_.merge_seconds;
-  stats->fetch_seconds = stats_.fetch_seconds;
+  return stats_;
 }
 
 }  // namespace attnd::gpu

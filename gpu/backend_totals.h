@@ -27,8 +27,8 @@ class BackendTotals {
   // So many bytes were missing for the indexes of one sequence; whether this is the first time.
   bool AddIndexMissing(uint64_t bytes);
 
-  // Sets what is counted here.
-  void Fill(attention::BackendStats* stats) const;
+  // What is counted here; all else is 0.
+  attention::BackendStats stats() const;
 
  private:
   mutable Mutex mutex_;

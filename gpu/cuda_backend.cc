@@ -291,7 +291,7 @@ class CudaBackend : public Backend {
   }
 
   BackendStats stats() const override {
-    BackendStats stats;
+    BackendStats stats = totals_.stats();
     const auto arena = [](const Arena& a) { return BackendStats::Arena{a.capacity(), a.used()}; };
     stats.pages = arena(store_->pages());
     stats.index = arena(store_->index());
@@ -303,7 +303,6 @@ class CudaBackend : public Backend {
     stats.steps_ahead = transfers_.steps_ahead.load(std::memory_order_relaxed);
     stats.steps_in_vain = transfers_.steps_in_vain.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);
-    totals_.Fill(&stats);
     stats.cache.bytes = store_->cache_bytes();
     return stats;
   }
@@ -404,7 +403,7 @@ class CudaBackend : public Backend {
   TransferCounts transfers_;
   BackendTotals totals_;
   std::atomic<uint64_t> steps_{0};
-  std::atomic<bool> timing_is_owed_{false};  // by a step that was prepared when its turn came
+  std::atomic<bool> timing_is_owed_{false};  // by the next step that has not been prepared
   std::atomic<bool> degraded_{false};
 
   mutable Mutex health_mutex_;

@@ -359,6 +359,14 @@ CacheClock DeviceStep::ClockOfWave(const std::shared_ptr<PageCache>& cache,
   return clock;
 }
 
+absl::StatusOr<StepRun> DeviceStep::WriteWave() {
+  ATTND_RETURN_IF_ERROR(context_->Flush());
+  const uint64_t input_bytes =
+      writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
+  return context_->MakeRun(writer_.shape().kernel, writer_.header(), writer_.measure(), timed_,
+                           input_bytes, writer_.device_results(), writer_.results().bytes);
+}
+
 absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
   ATTND_RETURN_IF_ERROR(CheckAlive(request_));
   // Other steps that use the cache wait until this run has ended.
@@ -372,13 +380,9 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
     ATTND_ASSIGN_OR_RETURN(const CarriedPages carried, files_.Carry(cache->ref()));
     writer_.SetCarried(carried);
   }
-  ATTND_RETURN_IF_ERROR(context_->Flush());
-  const uint64_t input_bytes =
-      writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
+  ATTND_ASSIGN_OR_RETURN(const StepRun run, WriteWave());
   writer_.WriteTokens(context_->input());
-  ATTND_RETURN_IF_ERROR(context_->RunStep(writer_.shape().kernel, writer_.header(),
-                                          writer_.measure(), timed_, input_bytes,
-                                          writer_.device_results(), writer_.results().bytes));
+  ATTND_RETURN_IF_ERROR(context_->RunStep(run));
   ATTND_RETURN_IF_ERROR(context_->Synchronize());
   if (writer_.MissingCount(context_->results()) > 0) {
     const PageCacheRef ref = cache->ref();

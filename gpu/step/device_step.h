@@ -98,6 +98,8 @@ class DeviceStep {
   // The wave's number in the cache, which is the same for all its runs while the cache is, with the
   // number of the next run.
   CacheClock ClockOfWave(const std::shared_ptr<PageCache>& cache, const PageCache::Use& use);
+  // Writes the wave's input but for its tokens, and gives the step that runs it.
+  absl::StatusOr<StepRun> WriteWave();
   // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
   // is to run again, without the rows whose pages cannot be read; else its rows have their answers.
   absl::StatusOr<FilePages::Outcome> RunOnce();

@@ -33,13 +33,8 @@ absl::StatusOr<bool> DeviceStep::Prepare() {
     if (!added) return false;
   }
   if (writer_.off_device()) return false;  // there is a cache now
-  ATTND_RETURN_IF_ERROR(context_->Flush());
-  const uint64_t input_bytes =
-      writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
-  ATTND_ASSIGN_OR_RETURN(
-      waits_,
-      context_->RunStepBehindGate(writer_.shape().kernel, writer_.header(), writer_.measure(),
-                                  input_bytes, writer_.device_results(), writer_.results().bytes));
+  ATTND_ASSIGN_OR_RETURN(const StepRun run, WriteWave());
+  ATTND_ASSIGN_OR_RETURN(waits_, context_->RunStepBehindGate(run));
   return true;
 }
 

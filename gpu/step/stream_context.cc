@@ -86,10 +86,9 @@ absl::Status StreamContext::SendInput(uint64_t bytes) {
   return absl::OkStatus();
 }
 
-StepRun StreamContext::Run(const KernelShape& shape, const StepHeader& header, bool measure,
-                           bool timed, uint64_t input_bytes, const std::byte* device_results,
-                           uint64_t result_bytes) const {
-  CHECK(!busy_) << "one step at a time";
+StepRun StreamContext::MakeRun(const KernelShape& shape, const StepHeader& header, bool measure,
+                               bool timed, uint64_t input_bytes, const std::byte* device_results,
+                               uint64_t result_bytes) const {
   CHECK_LE(input_bytes, room_.input_bytes);
   CHECK_LE(result_bytes, room_.result_bytes);
   CHECK(device_results >= device_scratch_ &&
@@ -112,23 +111,16 @@ void StreamContext::Count(const StepRun& run) {
   counts_->graph_launches.fetch_add(stream_->ran_from_graph() ? 1 : 0, std::memory_order_relaxed);
 }
 
-absl::Status StreamContext::RunStep(const KernelShape& shape, const StepHeader& header,
-                                    bool measure, bool timed, uint64_t input_bytes,
-                                    const std::byte* device_results, uint64_t result_bytes) {
-  const StepRun run = Run(shape, header, measure, timed, input_bytes, device_results, result_bytes);
+absl::Status StreamContext::RunStep(const StepRun& run) {
+  CHECK(!busy_) << "one step at a time";
   busy_ = true;
   ATTND_RETURN_IF_ERROR(stream_->RunStep(run));
   Count(run);
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> StreamContext::RunStepBehindGate(const KernelShape& shape,
-                                                      const StepHeader& header, bool measure,
-                                                      uint64_t input_bytes,
-                                                      const std::byte* device_results,
-                                                      uint64_t result_bytes) {
-  const StepRun run =
-      Run(shape, header, measure, /*timed=*/false, input_bytes, device_results, result_bytes);
+absl::StatusOr<bool> StreamContext::RunStepBehindGate(const StepRun& run) {
+  CHECK(!busy_) << "one step at a time";
   auto* const gate = reinterpret_cast<uint32_t*>(gate_);
   std::atomic_ref(*gate).store(0, std::memory_order_relaxed);
   ATTND_ASSIGN_OR_RETURN(const bool launched, stream_->RunStepBehind(run, gate));

@@ -62,17 +62,16 @@ class StreamContext {
                          uint64_t page_bytes);
   // Copies the input buffer's first bytes to the device's; nothing that was sent may be under way.
   absl::Status SendInput(uint64_t bytes);
-  // Runs a step: copies the input buffer's first `input_bytes` to the device, runs the kernels, and
-  // copies `result_bytes` from device_results to the result buffer. Nothing that was sent may be
-  // under way.
-  absl::Status RunStep(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
-                       uint64_t input_bytes, const std::byte* device_results,
-                       uint64_t result_bytes);
-  // RunStep, not timed, of a step that begins with OpenGate: until then the input buffer may
+  // A step that copies the input buffer's first `input_bytes` to the device, runs the kernels, and
+  // copies `result_bytes` from device_results to the result buffer.
+  StepRun MakeRun(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
+                  uint64_t input_bytes, const std::byte* device_results,
+                  uint64_t result_bytes) const;
+  // Runs a step; nothing that was sent may be under way.
+  absl::Status RunStep(const StepRun& run);
+  // RunStep, of a step that is not timed and begins with OpenGate: until then the input buffer may
   // change. False, and nothing has been launched, if it cannot wait (Stream::RunStepBehind).
-  absl::StatusOr<bool> RunStepBehindGate(const KernelShape& shape, const StepHeader& header,
-                                         bool measure, uint64_t input_bytes,
-                                         const std::byte* device_results, uint64_t result_bytes);
+  absl::StatusOr<bool> RunStepBehindGate(const StepRun& run);
   // What was written to the input buffer before is the step's input.
   void OpenGate();
   // Copies to the result buffer, from byte `at` on.
@@ -86,9 +85,6 @@ class StreamContext {
   StreamContext(Device* device, const WaveRoom& room, TransferCounts* counts)
       : device_(device), room_(room), counts_(counts) {}
 
-  // Checks that a step may run now.
-  StepRun Run(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
-              uint64_t input_bytes, const std::byte* device_results, uint64_t result_bytes) const;
   // Counts a step that was launched.
   void Count(const StepRun& run);
 

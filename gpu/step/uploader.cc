@@ -51,7 +51,7 @@ absl::Status Uploader::Pin(std::span<const std::shared_ptr<DeviceCopyStore::Copy
                            PagesIn pages_in, std::vector<Resident*>* residents, Lack* lack) {
   const size_t before = pins_.size();
   ATTND_RETURN_IF_ERROR(store_->Pin(copies, pages_in, &pins_, lack));
-  for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
+  AddPinned(before, residents);
   return absl::OkStatus();
 }
 
@@ -61,8 +61,12 @@ absl::Status Uploader::PinIfThere(std::span<const std::shared_ptr<DeviceCopyStor
   if (!store_->PinIfThere(copies, &pins_)) {
     return absl::ResourceExhaustedError("a copy has no memory on the device");
   }
-  for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
+  AddPinned(before, residents);
   return absl::OkStatus();
+}
+
+void Uploader::AddPinned(size_t before, std::vector<Resident*>* residents) const {
+  for (size_t i = before; i < pins_.size(); ++i) residents->push_back(pins_[i].get());
 }
 
 absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, uint32_t layer,

@@ -83,6 +83,8 @@ class Uploader {
     uint32_t tokens;
   };
 
+  // Appends what has been pinned behind the first `before` pins.
+  void AddPinned(size_t before, std::vector<Resident*>* residents) const;
   absl::Status SendAll(std::span<const Upload> rows);
 
   DeviceCopyStore* const store_;

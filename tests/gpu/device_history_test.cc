@@ -24,21 +24,12 @@ using attention::kTailBlockTokens;
 using attention::SequenceView;
 using attention::TailBlock;
 using attention::test::MakeRow;
-using attention::test::MakeSequence;
 using attention::test::RunStep;
 using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
-
-// Two layers, two segments and a tail of three blocks: 1.4 MiB of device copies.
-TestSequence MakeHistory(uint64_t seed,
-                         const attention::IndexSet& indexes = attention::kTreeIndexes) {
-  SequenceSpec spec = SpecOf({4, 2, 64, 64, {700, 600}, 120, indexes}, DType::kBf16);
-  spec.seed = TestSeed() + seed;
-  return MakeSequence(spec);
-}
 
 std::vector<TestRow> RowsOverHistory(TestSequence* sequence, uint32_t layer) {
   std::vector<TestRow> rows;

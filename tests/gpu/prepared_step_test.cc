@@ -26,13 +26,10 @@ namespace {
 
 using attention::kTailBlockTokens;
 using attention::PageGeometry;
-using attention::PreparedStep;
 using attention::test::MakeRow;
-using attention::test::MakeSequence;
 using attention::test::PrepareStep;
 using attention::test::RunPrepared;
 using attention::test::RunStep;
-using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSeed;
@@ -42,14 +39,6 @@ CudaBackendOptions Options() {
   CudaBackendOptions options = SmallOptions();
   options.timed_steps = 0;  // timed steps are not prepared
   return options;
-}
-
-// Of two layers, two segments and a tail of three blocks.
-TestSequence MakeHistory(const attention::IndexSet& indexes = attention::kTreeIndexes,
-                         uint64_t tail = 120) {
-  SequenceSpec spec = SpecOf({4, 2, 64, 64, {700, 600}, tail, indexes}, DType::kBf16);
-  spec.seed = TestSeed();
-  return MakeSequence(spec);
 }
 
 TestRow LastToken(TestSequence* sequence, const char* preset, uint32_t layer = 0) {
@@ -133,7 +122,7 @@ class PreparedSteps : public testing::TestWithParam<attention::IndexSet> {};
 // Every policy, alone and four together; some with several query tokens.
 TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory(GetParam());
+  TestSequence sequence = MakeHistory(0, GetParam());
   for (uint32_t layer = 0; layer < 2; ++layer) {
     const std::vector<TestRow> all =
         RowsOfPolicies(&sequence, layer, 3, DType::kFp32);  // of one dtype, and so one wave
@@ -158,7 +147,7 @@ TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
 }
 
 TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
-  TestSequence sequence = MakeHistory(GetParam());
+  TestSequence sequence = MakeHistory(0, GetParam());
   LateToken late(sequence);
   const FakeBackend fake = MakeFakeBackend(Options());
   Bring(fake, &sequence);
@@ -177,7 +166,7 @@ TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
 // A step in vain sends nothing: what another step has brought meanwhile stays.
 TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory(GetParam());
+  TestSequence sequence = MakeHistory(0, GetParam());
   LateToken late(sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
                                      LastToken(&sequence, "dense")};
@@ -200,7 +189,7 @@ TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
 // Nor does a token count as brought that only a step in vain would have brought.
 TEST_P(PreparedSteps, WhatWasNotBroughtIsNotCounted) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory(GetParam());
+  TestSequence sequence = MakeHistory(0, GetParam());
   LateToken late(sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "dense")};
   Bring(fake, &sequence);
@@ -219,7 +208,7 @@ INSTANTIATE_TEST_SUITE_P(Indexes, PreparedSteps,
 // Rows are changed where they lie, as other rows have other policies already.
 TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory(), same = sequence;
+  TestSequence sequence = MakeHistory(0), same = sequence;
   same.view = std::make_shared<attention::SequenceView>(*sequence.view);
   Bring(fake, &sequence);
   const std::vector<TestRow> original = {LastToken(&sequence, "error-target"),
@@ -263,7 +252,7 @@ TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
 
 TEST(PreparedStep, ACancelledStepFreesItsStream) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   Bring(fake, &sequence);
   const std::atomic<bool> cancelled{true};
@@ -279,7 +268,7 @@ TEST(PreparedStep, ACancelledStepFreesItsStream) {
 // As many as steps that wait for files may take: of two streams one, of four two.
 TEST(PreparedStep, HalfTheStreamsStayForOthers) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   Bring(fake, &sequence);
   auto prepared = PrepareStep(fake.backend.get(), 0, rows);
@@ -303,7 +292,7 @@ TEST(PreparedStep, HalfTheStreamsStayForOthers) {
 TEST(PreparedStep, WithoutGatesItIsLaunchedLater) {
   const FakeBackend fake = MakeFakeBackend(Options());
   fake.control->Set({.no_gates = true});
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   LateToken late(sequence);
   Bring(fake, &sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
@@ -322,7 +311,7 @@ TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
   const FakeBackend fake = MakeFakeBackend(Options());
   const uint64_t begin = 1300;
   TestSequence sequence =
-      MakeHistory(attention::kTreeIndexes, kTailBlockTokens - begin % kTailBlockTokens);
+      MakeHistory(0, attention::kTreeIndexes, kTailBlockTokens - begin % kTailBlockTokens);
   // The segments alone, which are uploaded by the step that first reads them.
   EXPECT_EQ(PrepareStep(fake.backend.get(), 0, {{LastToken(&sequence, "dense")}}), nullptr);
   const TestRow segments = MakeRow(&sequence, Parse("dense"), begin, 1, /*query_only=*/true,
@@ -343,7 +332,7 @@ TEST(PreparedStep, TimedStepsAreNotPrepared) {
   CudaBackendOptions options = Options();
   options.timed_steps = 4;
   const FakeBackend fake = MakeFakeBackend(options);
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   Bring(fake, &sequence);  // steps 0 and 1
   for (int step = 2; step < 14; ++step) {
@@ -360,14 +349,14 @@ TEST(PreparedStep, NothingIsPreparedUnlessAsked) {
   CudaBackendOptions options = Options();
   options.launch_ahead = false;
   const FakeBackend fake = MakeFakeBackend(options);
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   Bring(fake, &sequence);
   EXPECT_EQ(PrepareStep(fake.backend.get(), 0, {{LastToken(&sequence, "dense")}}), nullptr);
 }
 
 // Whatever call of the device fails from the preparation on, the CPU answers.
 TEST(PreparedStep, ADeviceThatFailsIsReplaced) {
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   const auto cpu = MakeCpu();
   int while_prepared = 0, later = 0;
@@ -391,7 +380,7 @@ TEST(PreparedStep, ADeviceThatFailsIsReplaced) {
 
 TEST(PreparedStep, MemoryThatIsRefusedForTheLaunchIsAskedForAgain) {
   const FakeBackend fake = MakeFakeBackend(Options());
-  TestSequence sequence = MakeHistory();
+  TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   const StepResult expected = RunStep(fake.backend.get(), 0, rows);
   fake.control->Set({.launch = 0});
@@ -406,7 +395,7 @@ TEST(PreparedStep, RowsOfADeviceAloneArePrepared) {
   FakeBackend fake = MakeFakeBackend(Options());
   const attention::Backend* const device = fake.backend.get();
   const auto both = MakeAutoBackend(std::move(fake.backend), MakeCpu());
-  TestSequence sequence = MakeHistory(), other = MakeHistory();
+  TestSequence sequence = MakeHistory(0), other = MakeHistory(0);
   const auto owned = [](const TestSequence& from, const attention::Backend* owner) {
     auto view = std::make_shared<attention::SequenceView>(*from.view);
     view->owner = owner;

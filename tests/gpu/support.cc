@@ -159,6 +159,14 @@ CudaBackendOptions OfPages(uint64_t bytes) {
   return options;
 }
 
+attention::test::TestSequence MakeHistory(uint64_t seed, const attention::IndexSet& indexes,
+                                          uint64_t tail) {
+  attention::test::SequenceSpec spec =
+      SpecOf({4, 2, 64, 64, {700, 600}, tail, indexes}, DType::kBf16);
+  spec.seed = attention::test::TestSeed() + seed;
+  return MakeSequence(spec);
+}
+
 std::vector<TestRow> RowsOfLayer(attention::test::TestSequence* sequence, uint32_t layer) {
   return RowsOfPolicies(sequence, layer, 3, DType::kFp32);
 }

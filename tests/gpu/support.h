@@ -76,6 +76,12 @@ std::vector<T> Alternating(const std::vector<T>& a, const std::vector<T>& b) {
   return both;
 }
 
+// Two layers, two segments of 1,300 tokens and a tail: of three blocks, and 1.4 MiB of device
+// copies, unless `tail` says otherwise. seed: beside the tests' own.
+attention::test::TestSequence MakeHistory(
+    uint64_t seed, const attention::IndexSet& indexes = attention::kTreeIndexes,
+    uint64_t tail = 120);
+
 // 2,048 tokens in two segments and a tail, two layers of two KV heads: 2 MiB of pages. A backend
 // with kFewPages of page memory reads them where they lie: an eighth of it holds the tail.
 attention::test::TestSequence HostSequence(uint64_t seed, const attention::IndexSet& indexes);

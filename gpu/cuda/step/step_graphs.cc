@@ -61,9 +61,8 @@ absl::Status StepGraphs::Run(const StepRun& run, cudaStream_t stream,
   *from_graph = false;
   Entry* entry = Find(run);
   if (capturing_works_ && entry->graph == nullptr && ++entry->steps > kStepsBefore) {
-    const absl::Status captured = Capture(stream, enqueue, &entry->graph);
+    Capture(stream, enqueue, &entry->graph);
     entry->steps = 0;
-    capturing_works_ = captured.ok() || absl::IsResourceExhausted(captured);
   }
   if (entry->graph == nullptr) return enqueue();
   absl::Status launched = Launch(entry->graph, stream);
@@ -77,11 +76,8 @@ absl::StatusOr<bool> StepGraphs::RunBehind(const StepRun& run, cudaStream_t stre
                                            absl::FunctionRef<absl::Status()> enqueue) {
   Entry* entry = Find(run);
   if (!capturing_works_ || entry->graph == nullptr) return false;
-  if (entry->behind_gate == nullptr) {
-    const absl::Status captured = Capture(stream, enqueue, &entry->behind_gate);
-    capturing_works_ = captured.ok() || absl::IsResourceExhausted(captured);
-    if (!captured.ok()) return false;
-  }
+  if (entry->behind_gate == nullptr) Capture(stream, enqueue, &entry->behind_gate);
+  if (entry->behind_gate == nullptr) return false;
   absl::Status launched = Launch(entry->behind_gate, stream);
   if (launched.ok()) return true;
   if (!absl::IsResourceExhausted(launched)) return launched;
@@ -108,8 +104,8 @@ StepGraphs::Entry* StepGraphs::Find(const StepRun& run) {
   return &*entry;
 }
 
-absl::Status StepGraphs::Capture(cudaStream_t stream, absl::FunctionRef<absl::Status()> enqueue,
-                                 Executable* graph) {
+void StepGraphs::Capture(cudaStream_t stream, absl::FunctionRef<absl::Status()> enqueue,
+                         Executable* graph) {
   StreamCapture capture(stream);
   absl::Status status = capture.Begin();
   if (status.ok()) status = enqueue();
@@ -120,7 +116,7 @@ absl::Status StepGraphs::Capture(cudaStream_t stream, absl::FunctionRef<absl::St
                         "preparing a step's graph");
   }
   graph->reset(executable);
-  return status;
+  capturing_works_ = status.ok() || absl::IsResourceExhausted(status);
 }
 
 }  // namespace attnd::gpu

@@ -56,9 +56,8 @@ class StepGraphs {
 
   Entry* Find(const StepRun& run);
   static absl::Status Launch(const Executable& graph, cudaStream_t stream);
-  // Nothing has been launched, whatever it returns.
-  static absl::Status Capture(cudaStream_t stream, absl::FunctionRef<absl::Status()> enqueue,
-                              Executable* graph);
+  // Sets the graph, to null if there is none to be had; nothing has been launched.
+  void Capture(cudaStream_t stream, absl::FunctionRef<absl::Status()> enqueue, Executable* graph);
 
   std::vector<Entry> entries_;
   uint64_t uses_ = 0;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <ostream>
 #include <string>
 #include <utility>
@@ -137,55 +138,56 @@ TEST(EmulatedQuantiles, AnswersAreTheCpus) {
   EXPECT_EQ(ends.opened > 0, expected.opened > 0);
 }
 
-// A step that repeats is launched as a graph, in which its stages keep their order.
-TEST(EmulatedGraphs, RepeatTheStep) {
-  CudaBackendOptions options = SmallOptions();
-  options.cooperative_groups = false;
-  options.timed_steps = 0;
-  const auto emulated = MakeEmulatedBackend(options);
-  TestSequence sequence = MakeSequence(SpecOf({1, 1, 64, 64, {200}, 10}, DType::kBf16));
-  const std::vector<TestRow> rows =
-      RowsOf(&sequence, /*layer=*/0, {Parse("clusters-top-k", {{"estimator", "second-order"}})}, 1);
-  const StepResult first = RunStep(emulated.get(), 0, rows);
-  EXPECT_TRUE(Agree(first, RunStep(MakeCpu().get(), 0, rows), rows));
-  for (int i = 0; i < 11; ++i) {
-    EXPECT_TRUE(SameBits(RunStep(emulated.get(), 0, rows).rows[0], first.rows[0])) << i;
+// A row whose step repeats, and its answer when it was first asked for.
+class EmulatedGraphs : public testing::Test {
+ protected:
+  static CudaBackendOptions Options() {
+    CudaBackendOptions options = SmallOptions();
+    options.cooperative_groups = false;
+    options.timed_steps = 0;
+    return options;
   }
-  EXPECT_GT(emulated->stats().graph_launches, 0u);
+
+  void SetUp() override { EXPECT_TRUE(Agree(first_, RunStep(MakeCpu().get(), 0, rows_), rows_)); }
+
+  const std::unique_ptr<attention::Backend> emulated_ = MakeEmulatedBackend(Options());
+  TestSequence sequence_ = MakeSequence(SpecOf({1, 1, 64, 64, {200}, 10}, DType::kBf16));
+  const std::vector<TestRow> rows_ = RowsOf(
+      &sequence_, /*layer=*/0, {Parse("clusters-top-k", {{"estimator", "second-order"}})}, 1);
+  const StepResult first_ = RunStep(emulated_.get(), 0, rows_);
+};
+
+// A step that repeats is launched as a graph, in which its stages keep their order.
+TEST_F(EmulatedGraphs, RepeatTheStep) {
+  for (int i = 0; i < 11; ++i) {
+    EXPECT_TRUE(SameBits(RunStep(emulated_.get(), 0, rows_).rows[0], first_.rows[0])) << i;
+  }
+  EXPECT_GT(emulated_->stats().graph_launches, 0u);
 }
 
 // And behind a gate, from its second launch on as the same graph.
-TEST(EmulatedGraphs, WaitForTheirQueries) {
-  CudaBackendOptions options = SmallOptions();
-  options.cooperative_groups = false;
-  options.timed_steps = 0;
-  const auto emulated = MakeEmulatedBackend(options);
-  TestSequence sequence = MakeSequence(SpecOf({1, 1, 64, 64, {200}, 10}, DType::kBf16));
-  const std::vector<TestRow> rows =
-      RowsOf(&sequence, /*layer=*/0, {Parse("clusters-top-k", {{"estimator", "second-order"}})}, 1);
-  const StepResult first = RunStep(emulated.get(), 0, rows);
-  EXPECT_TRUE(Agree(first, RunStep(MakeCpu().get(), 0, rows), rows));
+TEST_F(EmulatedGraphs, WaitForTheirQueries) {
   for (int i = 0; i < 14; ++i) {
-    auto prepared = attention::test::PrepareStep(emulated.get(), 0, rows);
+    auto prepared = attention::test::PrepareStep(emulated_.get(), 0, rows_);
     ASSERT_NE(prepared, nullptr) << i;
-    const StepResult step = attention::test::RunPrepared(emulated.get(), 0, rows, prepared.get());
+    const StepResult step = attention::test::RunPrepared(emulated_.get(), 0, rows_, prepared.get());
     ASSERT_TRUE(step.status.ok()) << step.status;
-    EXPECT_TRUE(SameBits(step.rows[0], first.rows[0])) << i;
+    EXPECT_TRUE(SameBits(step.rows[0], first_.rows[0])) << i;
     // Another step comes in its place: nothing may wait for what waits.
     prepared.reset();
-    prepared = attention::test::PrepareStep(emulated.get(), 0, rows);
-    std::vector<TestRow> others = rows;
+    prepared = attention::test::PrepareStep(emulated_.get(), 0, rows_);
+    std::vector<TestRow> others = rows_;
     --others[0].past_tokens;
     const StepResult other =
-        attention::test::RunPrepared(emulated.get(), 0, others, prepared.get());
+        attention::test::RunPrepared(emulated_.get(), 0, others, prepared.get());
     ASSERT_TRUE(other.status.ok()) << other.status;
     prepared.reset();
-    if (i % 3 == 2) attention::test::PrepareStep(emulated.get(), 0, rows);  // given up at once
+    if (i % 3 == 2) attention::test::PrepareStep(emulated_.get(), 0, rows_);  // given up at once
   }
   // There is no graph before the ninth step.
-  EXPECT_GT(emulated->stats().steps_ahead, 3u);
-  EXPECT_GT(emulated->stats().steps_in_vain, 0u);
-  EXPECT_GT(emulated->stats().graph_launches, emulated->stats().steps_ahead);
+  EXPECT_GT(emulated_->stats().steps_ahead, 3u);
+  EXPECT_GT(emulated_->stats().steps_in_vain, 0u);
+  EXPECT_GT(emulated_->stats().graph_launches, emulated_->stats().steps_ahead);
 }
 
 }  // namespace
