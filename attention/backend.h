@@ -96,11 +96,24 @@ struct Plan {
   std::vector<std::vector<uint64_t>> positions;
 };
 
+// What a row brings, as the tensors of a message have it.
+struct RowTokens {
+  const std::byte* queries = nullptr;  // [query_tokens][query_heads][head_dim]
+  // Of the tokens that the row appends; null of a row that is query_only.
+  const std::byte* keys = nullptr;    // [query_tokens][kv_heads][head_dim]
+  const std::byte* values = nullptr;  // [query_tokens][kv_heads][value_dim]
+};
+
 // A step that a backend got ready for before its queries were there (Backend::Prepare). It holds
 // what the backend needs for the step, a stream of a GPU for one. Ends before its backend.
 class PreparedStep {
  public:
   virtual ~PreparedStep() = default;
+  // The step's queries and tokens are there, of each row that was prepared: the backend may begin,
+  // while they are still checked and appended. Any numbers may stand in them. They must not change
+  // until the step is answered or given up. At most once; Step is asked for the answer as ever,
+  // with these queries, and only then are the tokens known to be the sequences'. Returns at once.
+  virtual void Begin(std::span<const RowTokens> rows) = 0;
   // Lets go of all that it holds, unless that has been done: the step does not come. May wait for
   // the device as long as a step takes.
   virtual void GiveUp() = 0;

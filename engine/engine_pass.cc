@@ -64,6 +64,7 @@ class EngineImpl::PassImpl final : public Pass {
       for (size_t i = 0; i < rows_.size(); ++i) PrepareRow(i, &batch, sequences, result);
     };
     spent_ = std::move(prepared_);
+    if (spent_ != nullptr) BeginPrepared(args);
     absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
     expected_ = batch.TakeExpectedRows();
     if (!status.ok()) {
@@ -145,6 +146,12 @@ class EngineImpl::PassImpl final : public Pass {
     ATTND_RETURN_IF_ERROR(sequence->BeginPass(writer_, row.position, row.query_tokens));
     state.sequence = called.shared;
     return absl::OkStatus();
+  }
+
+  // The device begins before the tokens are checked and appended, which goes on beside it.
+  void BeginPrepared(const DecodeArgs& args) {
+    const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
+    if (!tokens.empty()) spent_->Begin(tokens);
   }
 
   void PrepareRow(size_t number, DecodeBatch* batch, StepSequences* sequences,

@@ -37,6 +37,12 @@ PreparedDeviceStep::PreparedDeviceStep(const StepRequest& expected, DeviceCopySt
   step_.emplace(request_, store, context_->get(), cooperative_groups, /*timed=*/false);
 }
 
+void PreparedDeviceStep::Begin(std::span<const attention::RowTokens> rows) {
+  if (!step_.has_value()) return;
+  for (size_t row = 0; row < rows_.size(); ++row) rows_[row].queries = rows[row].queries;
+  step_->BeginPrepared(rows);
+}
+
 void PreparedDeviceStep::GiveUp() {
   step_.reset();
   context_.reset();
@@ -49,6 +55,8 @@ bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
   }
   for (size_t row = 0; row < rows_.size(); ++row) {
     if (!AreSame(request.rows[row], rows_[row])) return false;
+    const std::byte* const begun_with = rows_[row].queries;
+    if (begun_with != nullptr && request.rows[row].queries != begun_with) return false;
   }
   return true;
 }

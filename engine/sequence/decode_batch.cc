@@ -20,6 +20,16 @@ namespace {
   return std::all_of(floats.begin(), floats.end(), [](float x) { return std::isnan(x); });
 }
 
+// Whether the tensors of both are of the same types and extents.
+bool AreAlike(const DecodeArgs& a, const DecodeArgs& b) {
+  const auto alike = [](const TensorView& x, const TensorView& y) {
+    return x.dtype == y.dtype && x.elements == y.elements;
+  };
+  return alike(a.q, b.q) && alike(a.k, b.k) && alike(a.v, b.v) && a.q_heads == b.q_heads &&
+         a.q_head_dim == b.q_head_dim && a.k_heads == b.k_heads && a.k_head_dim == b.k_head_dim &&
+         a.v_heads == b.v_heads && a.v_value_dim == b.v_value_dim;
+}
+
 }  // namespace
 
 absl::Status DecodeBatch::CheckRows(std::span<const DecodeRow> rows, const EngineOptions& options) {
@@ -334,7 +344,13 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
 }
 
 DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
-  ExpectedRows expected{std::move(step_rows_), std::move(sequences_)};
+  ExpectedRows expected;
+  expected.rows = std::move(step_rows_);
+  expected.sequences = std::move(sequences_);
+  expected.places.reserve(step_row_numbers_.size());
+  for (const size_t row : step_row_numbers_) expected.places.push_back(places_[row]);
+  expected.args = args_;
+  expected.args.rows = {};
   for (attention::StepRow& row : expected.rows) {
     row.queries = nullptr;
     row.out = row.lse = nullptr;
@@ -342,6 +358,23 @@ DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
     row.fault = nullptr;
   }
   return expected;
+}
+
+std::vector<attention::RowTokens> DecodeBatch::TokensOf(const ExpectedRows& expected,
+                                                        const DecodeArgs& args) {
+  if (!AreAlike(expected.args, args)) return {};
+  const auto at = [](const TensorView& tensor, uint64_t token, uint64_t heads, uint64_t dim) {
+    return tensor.data + token * heads * dim * DTypeBytes(tensor.dtype);
+  };
+  std::vector<attention::RowTokens> tokens(expected.rows.size());
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const Place& place = expected.places[i];
+    tokens[i].queries = at(args.q, place.query_token, args.q_heads, args.q_head_dim);
+    if (expected.rows[i].query_only) continue;
+    tokens[i].keys = at(args.k, place.new_token, args.k_heads, args.k_head_dim);
+    tokens[i].values = at(args.v, place.new_token, args.v_heads, args.v_value_dim);
+  }
+  return tokens;
 }
 
 // A row whose pages are lost has no answer.

@@ -77,15 +77,6 @@ class DecodeBatch {
   absl::Status Run(attention::Backend* backend, AnswerMemory memory,
                    attention::PreparedStep* prepared);
 
-  // The accepted rows of a batch that has run, as a step of another layer has them before its
-  // queries are there, and what they point at.
-  struct ExpectedRows {
-    std::vector<attention::StepRow> rows;
-    std::vector<std::shared_ptr<Sequence>> sequences;
-  };
-  ExpectedRows TakeExpectedRows();
-
- private:
   // Where a row's tokens start in the tensors.
   struct Place {
     uint64_t query_token = 0;
@@ -93,6 +84,21 @@ class DecodeBatch {
     float query_magnitude = 0;  // greatest absolute value, from CheckNumbers
   };
 
+  // The accepted rows of a batch that has run, as a step of another layer has them before its
+  // queries are there, and what they point at.
+  struct ExpectedRows {
+    std::vector<attention::StepRow> rows;
+    std::vector<std::shared_ptr<Sequence>> sequences;
+    std::vector<Place> places;
+    DecodeArgs args;  // what the batch's tensors were like; they are gone
+  };
+  ExpectedRows TakeExpectedRows();
+  // The rows' tokens in the tensors of another layer, which nobody has looked at; empty if these
+  // are not like the batch's.
+  static std::vector<attention::RowTokens> TokensOf(const ExpectedRows& expected,
+                                                    const DecodeArgs& args);
+
+ private:
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
   absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -469,6 +470,9 @@ class CudaDevice : public Device {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice() {
+  // Streams share the queues that lead to the GPU, of which there are eight unless this is set
+  // before CUDA begins. Behind a step that waits for its queries others would wait, too.
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   int count = 0;
   absl::Status status = CudaStatus(cudaGetDeviceCount(&count), "looking for a GPU");
   if (!status.ok()) return absl::UnavailableError(status.message());

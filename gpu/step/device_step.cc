@@ -288,7 +288,8 @@ absl::Status DeviceStep::PinTail(uint32_t number, RowMemory* memory) {
     const size_t known = memory->uploads.size();
     ATTND_RETURN_IF_ERROR(uploader_.UploadTokens(residents_[b], *view.tail[b], view.shape,
                                                  request_.layer, tokens,
-                                                 with_step ? &memory->uploads : nullptr));
+                                                 with_step ? &memory->uploads : nullptr,
+                                                 /*first_token=*/b * kTailBlockTokens));
     for (size_t i = known; i < memory->uploads.size(); ++i) {
       upload_bytes += memory->uploads[i].bytes;
     }

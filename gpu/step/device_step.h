@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -33,7 +34,8 @@ class DeviceStep {
   // request: one that has begun.
   DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
-  // A wave that still waits behind its gate then runs in vain: over queries of zeros.
+  // A wave that still waits behind its gate then runs in vain: over queries of zeros. So does one
+  // that has begun without an answer being asked for.
   ~DeviceStep();
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
@@ -54,6 +56,9 @@ class DeviceStep {
   // may take a while. False: this step cannot be prepared, and nothing was launched. RunPrepared
   // then answers the rows, as Run would, which have their queries, tokens and buffers by then.
   absl::StatusOr<bool> Prepare();
+  // In between, at most once: opens the gate with the rows' tokens as a message has them, which
+  // nobody has looked at. They count as on the device only once RunPrepared has answered the rows.
+  void BeginPrepared(std::span<const attention::RowTokens> rows);
   absl::Status RunPrepared();
 
   // Numbers of the rows that were not answered, ascending.
@@ -110,6 +115,8 @@ class DeviceStep {
   void LeaveOver(uint32_t row, attention::Fallback why);
   bool IsLeftOver(uint32_t row) const;
 
+  // A wave that was launched before its queries were there.
+  enum class Launched { kNot, kWaits, kBegun };  // kWaits: behind its gate
   struct Row {
     // Kept as long as the step: its description points into it.
     std::shared_ptr<const DeviceHistory> history;
@@ -131,8 +138,8 @@ class DeviceStep {
   uint32_t wave_runs_ = 0;   // with that cache
   Uploader uploader_;        // behind all that work on the device uses
   attention::BackendStats::Files file_counts_;
-  bool prepares_ = false;      // the tokens that rows append are not there yet
-  bool waits_ = false;         // the wave, behind its gate
+  bool prepares_ = false;  // the tokens that rows append are not there yet
+  Launched launched_ = Launched::kNot;
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room
   bool tail_refused_ = false;  // of the row that was pinned last, for want of room

@@ -3,9 +3,11 @@
 // DeviceStep: a step that is prepared before its queries are there.
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <utility>
 
 #include "common/status.h"
+#include "glog/logging.h"
 #include "gpu/step/describe_row.h"
 #include "gpu/step/device_step.h"
 
@@ -15,9 +17,11 @@ using attention::kTailBlockTokens;
 using attention::StepRow;
 
 DeviceStep::~DeviceStep() {
-  if (!waits_) return;
-  writer_.WriteNoTokens(context_->input());
-  context_->OpenGate();
+  if (launched_ == Launched::kNot) return;
+  if (launched_ == Launched::kWaits) {
+    writer_.WriteNoTokens(context_->input());
+    context_->OpenGate();
+  }
   context_->counts()->steps_in_vain.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -34,8 +38,18 @@ absl::StatusOr<bool> DeviceStep::Prepare() {
   }
   if (writer_.off_device()) return false;  // there is a cache now
   ATTND_ASSIGN_OR_RETURN(const StepRun run, WriteWave());
-  ATTND_ASSIGN_OR_RETURN(waits_, context_->RunStepBehindGate(run));
+  ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run));
+  if (waits) launched_ = Launched::kWaits;
   return true;
+}
+
+void DeviceStep::BeginPrepared(std::span<const attention::RowTokens> rows) {
+  CHECK_EQ(rows.size(), rows_.size());
+  CHECK(launched_ != Launched::kBegun) << "begun twice";
+  if (launched_ == Launched::kNot || !writer_.UploadsAppended()) return;
+  writer_.WriteTokensOf(rows, context_->input());
+  context_->OpenGate();
+  launched_ = Launched::kBegun;
 }
 
 absl::StatusOr<bool> DeviceStep::PrepareRow(uint32_t number) {
@@ -60,10 +74,12 @@ absl::Status DeviceStep::RunPrepared() {
   for (size_t row = 0; row < rows_.size(); ++row) {
     rows_[row].description.queries = request_.rows[row].queries;
   }
-  if (!waits_) return RunWave();
-  writer_.WriteTokens(context_->input());
-  context_->OpenGate();
-  waits_ = false;
+  if (launched_ == Launched::kNot) return RunWave();
+  if (launched_ == Launched::kWaits) {
+    writer_.WriteTokens(context_->input());
+    context_->OpenGate();
+  }
+  launched_ = Launched::kNot;
   const absl::Status ran = context_->Synchronize();
   if (absl::IsResourceExhausted(ran)) {  // the device's own; it can be used further
     LeaveWaveOver(attention::Fallback::kScratch);

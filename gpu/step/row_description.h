@@ -89,12 +89,16 @@ struct RowDescription {
   uint64_t tail_end() const { return TailLimit(query_tokens - 1); }
 };
 
-// New tokens that a step uploads in its own input buffer. The tokens must stay until
-// StepWriter::WriteTokens.
+// New tokens that a step uploads in its own input buffer: rows of one KV head that follow one
+// another on a page. The tokens must stay until StepWriter::WriteTokens.
 struct Upload {
-  std::byte* to = nullptr;  // on the device
+  enum class Rows : uint8_t { kKeys, kValues, kPage };  // kPage: keys and values, of a whole page
+  std::byte* to = nullptr;                              // on the device
   const std::byte* from = nullptr;
   uint64_t bytes = 0;
+  Rows rows = Rows::kKeys;
+  uint32_t kv_head = 0;
+  uint64_t first_token = 0;  // numbered as RowDescription::tail_begin
 };
 
 // Where the row's history lies on the device, at the step's layer, as long as it is pinned there.

@@ -26,6 +26,28 @@ uint64_t QueryBytes(const WaveShape& shape) {
   return uint64_t{shape.query_heads()} * shape.kernel.head_dim * DTypeBytes(shape.query_dtype);
 }
 
+// Number of the first tail token that a row appends: of a causal row the last one that its first
+// query token sees.
+uint64_t FirstAppended(const RowDescription& row) {
+  return row.causal ? row.tail_limit - 1 : row.tail_end();
+}
+
+// An upload's rows, from the tensors that bring the row's tokens.
+void CopyAppended(const RowDescription& row, const attention::RowTokens& tokens,
+                  const Upload& upload, std::byte* to) {
+  const bool keys = upload.rows == Upload::Rows::kKeys;
+  const KernelShape& kernel = row.shape.kernel;
+  const uint64_t row_bytes =
+      uint64_t{keys ? kernel.head_dim : kernel.value_dim} * DTypeBytes(kernel.dtype);
+  const uint64_t first = upload.first_token - FirstAppended(row);
+  const std::byte* from = (keys ? tokens.keys : tokens.values) +
+                          (first * row.shape.kv_heads + upload.kv_head) * row_bytes;
+  for (uint64_t at = 0; at < upload.bytes; at += row_bytes) {
+    std::memcpy(to + at, from, row_bytes);
+    from += row.shape.kv_heads * row_bytes;
+  }
+}
+
 }  // namespace
 
 void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
@@ -170,6 +192,33 @@ void StepWriter::WriteTokens(std::byte* input) const {
       to += upload.bytes;
     }
   }
+}
+
+void StepWriter::WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const {
+  const WavePlaces places = this->places();
+  const uint64_t token_bytes = QueryBytes(shape_);
+  std::byte* to = input + places.upload_data;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const RowPart& part = parts_[i];
+    const attention::RowTokens& tokens = rows[part.number];
+    CHECK_EQ(part.tokens, part.row->query_tokens);
+    std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes, tokens.queries,
+                part.tokens * token_bytes);
+    for (const Upload& upload : memories_[i].uploads) {
+      CopyAppended(*part.row, tokens, upload, to);
+      to += upload.bytes;
+    }
+  }
+}
+
+bool StepWriter::UploadsAppended() const {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    for (const Upload& upload : memories_[i].uploads) {
+      if (upload.rows == Upload::Rows::kPage) return false;
+      if (upload.first_token < FirstAppended(*parts_[i].row)) return false;
+    }
+  }
+  return true;
 }
 
 void StepWriter::WriteNoTokens(std::byte* input) const {

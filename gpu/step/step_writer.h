@@ -14,6 +14,7 @@
 #include <span>
 #include <vector>
 
+#include "attention/backend.h"
 #include "gpu/layout/step_layout.h"
 #include "gpu/step/row_description.h"
 #include "gpu/step/wave_memory.h"
@@ -76,6 +77,10 @@ class StepWriter {
   uint64_t Write(std::byte* input, std::byte* device_input, std::byte* device_scratch);
   // After Write: fills in the queries and what uploads point at.
   void WriteTokens(std::byte* input) const;
+  // In place of WriteTokens: from a message's tensors, of each row by its number. Each part must be
+  // a whole row, and what the wave uploads must be tokens that the rows append: UploadsAppended.
+  void WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const;
+  bool UploadsAppended() const;
   // In place of WriteTokens: queries of zeros, and no upload. Such a step takes its time, and
   // writes to its stream's scratch memory alone.
   void WriteNoTokens(std::byte* input) const;

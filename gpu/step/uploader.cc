@@ -17,19 +17,21 @@ using attention::Segment;
 using attention::TailBlock;
 
 // Rows of tokens [begin, end) of one head of a tail block: for each page its keys and its values,
-// or all of it.
-void AddHeadRows(const PageGeometry& geometry, const std::byte* from, std::byte* to, uint32_t begin,
-                 uint32_t end, std::vector<Upload>* rows) {
+// or all of it. first_token: the block's.
+void AddHeadRows(const PageGeometry& geometry, const std::byte* from, std::byte* to,
+                 uint32_t kv_head, uint64_t first_token, uint32_t begin, uint32_t end,
+                 std::vector<Upload>* rows) {
+  const auto add = [&](Upload::Rows kind, size_t at, uint64_t bytes) {
+    rows->push_back({to + at, from + at, bytes, kind, kv_head, first_token + begin});
+  };
   while (begin < end) {
     const uint32_t page_end = std::min(end, (begin / kPageTokens + 1) * kPageTokens);
     const uint32_t tokens = page_end - begin;
-    const size_t key = geometry.KeyOffset(begin);
-    const size_t value = geometry.ValueOffset(begin);
     if (tokens == kPageTokens) {
-      rows->push_back({to + key, from + key, geometry.page_bytes()});
+      add(Upload::Rows::kPage, geometry.KeyOffset(begin), geometry.page_bytes());
     } else {
-      rows->push_back({to + key, from + key, tokens * geometry.key_row_bytes});
-      rows->push_back({to + value, from + value, tokens * geometry.value_row_bytes});
+      add(Upload::Rows::kKeys, geometry.KeyOffset(begin), tokens * geometry.key_row_bytes);
+      add(Upload::Rows::kValues, geometry.ValueOffset(begin), tokens * geometry.value_row_bytes);
     }
     begin = page_end;
   }
@@ -37,11 +39,12 @@ void AddHeadRows(const PageGeometry& geometry, const std::byte* from, std::byte*
 
 // The same of all heads of a layer. to: the block's layer.
 void AddRows(const TailBlock& block, const ModelShape& shape, uint32_t layer, std::byte* to,
-             uint32_t begin, uint32_t end, std::vector<Upload>* rows) {
+             uint64_t first_token, uint32_t begin, uint32_t end, std::vector<Upload>* rows) {
   const PageGeometry geometry(shape);
   const uint64_t head_bytes = block.size() / shape.layers / shape.kv_heads;
   for (uint32_t head = 0; head < shape.kv_heads; ++head) {
-    AddHeadRows(geometry, block.pages(layer, head), to + head * head_bytes, begin, end, rows);
+    AddHeadRows(geometry, block.pages(layer, head), to + head * head_bytes, head, first_token,
+                begin, end, rows);
   }
 }
 
@@ -95,7 +98,7 @@ absl::Status Uploader::UploadLayer(Resident* resident, const Segment& segment, u
 
 absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
                                     const ModelShape& shape, uint32_t layer, uint32_t tokens,
-                                    std::vector<Upload>* later) {
+                                    std::vector<Upload>* later, uint64_t first_token) {
   const uint32_t begin = resident->tokens(layer);
   if (begin >= tokens) return absl::OkStatus();
   CHECK_LE(tokens, kTailBlockTokens);
@@ -103,7 +106,7 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
   std::byte* to = resident->pages() + layer * (block.size() / shape.layers);
   if (SendsWhole(*resident, layer, tokens)) return SendTokens(to, block, shape, layer, tokens);
   std::vector<Upload> now;
-  AddRows(block, shape, layer, to, begin, tokens, later != nullptr ? later : &now);
+  AddRows(block, shape, layer, to, first_token, begin, tokens, later != nullptr ? later : &now);
   return SendAll(now);
 }
 
@@ -118,7 +121,7 @@ absl::Status Uploader::SendTokens(std::byte* to, const TailBlock& block, const M
     return context_->Send(to, block.pages(layer, 0), block.size() / shape.layers);
   }
   std::vector<Upload> rows;
-  AddRows(block, shape, layer, to, 0, tokens, &rows);
+  AddRows(block, shape, layer, to, /*first_token=*/0, 0, tokens, &rows);
   return SendAll(rows);
 }
 

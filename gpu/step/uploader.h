@@ -51,10 +51,11 @@ class Uploader {
                            std::span<const std::byte> sink = {});
   // Uploads what the device lacks of the layer's first `tokens` tokens of a tail block, which must
   // have been written. They are sent at once, except those of a block that is not full if `later`
-  // is not null: these are added to `later`, for the step to upload.
+  // is not null: these are added to `later`, for the step to upload. first_token: the block's, as
+  // these are to number it.
   absl::Status UploadTokens(Resident* resident, const attention::TailBlock& block,
                             const ModelShape& shape, uint32_t layer, uint32_t tokens,
-                            std::vector<Upload>* later);
+                            std::vector<Upload>* later, uint64_t first_token = 0);
 
   // Whether UploadTokens would send the block at once in any case.
   static bool SendsWhole(const Resident& resident, uint32_t layer, uint32_t tokens);

@@ -317,9 +317,11 @@ StepRow ExpectedRow(const TestRow& row) {
   return step_row;
 }
 
-// Runs a step over the rows; request: all else of it.
+// Runs a step over the rows; request: all else of it. messages: which have their queries; empty:
+// none do.
 StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRow> rows,
-                   std::vector<absl::Status>* faults, bool with_plans) {
+                   std::vector<absl::Status>* faults, bool with_plans,
+                   std::span<const RowMessage> messages = {}) {
   StepResult result;
   result.layer = request.layer;
   result.rows.resize(rows.size());
@@ -335,7 +337,9 @@ StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRo
     target.lse.assign(lanes, std::nanf(""));
     target.stats.zone_tokens = 12345;
     StepRow step_row = ExpectedRow(row);
-    step_row.queries = queries.emplace_back(Stored(row.query_dtype, row.queries)).data();
+    step_row.queries = messages.empty()
+                           ? queries.emplace_back(Stored(row.query_dtype, row.queries)).data()
+                           : messages[r].queries.data();
     step_row.out = target.out.data();
     step_row.lse = target.lse.data();
     step_row.stats = &target.stats;
@@ -376,6 +380,36 @@ StepResult RunPrepared(Backend* backend, uint32_t layer, std::span<const TestRow
   request.prepared = prepared;
   request.cancelled = cancelled;
   return RunRows(backend, request, rows, nullptr, /*with_plans=*/false);
+}
+
+RowMessage RowMessage::Of(const TestRow& row, uint32_t layer) {
+  const ModelShape& shape = row.sequence->spec.shape;
+  std::vector<float> keys, values;
+  const auto add = [](const std::vector<float>& from, uint64_t token, uint64_t dim,
+                      std::vector<float>* to) {
+    const auto begin = from.begin() + static_cast<ptrdiff_t>(token * dim);
+    to->insert(to->end(), begin, begin + static_cast<ptrdiff_t>(dim));
+  };
+  for (uint64_t i = 0; i < row.query_tokens && !row.query_only; ++i) {
+    for (uint32_t head = 0; head < shape.kv_heads; ++head) {
+      const HeadData& data = row.sequence->head(layer, head);
+      add(data.keys, row.past_tokens + i, shape.head_dim, &keys);
+      add(data.values, row.past_tokens + i, shape.value_dim, &values);
+    }
+  }
+  return {.queries = Stored(row.query_dtype, row.queries),
+          .keys = Stored(shape.dtype, keys),
+          .values = Stored(shape.dtype, values)};
+}
+
+StepResult BeginAndRun(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                       PreparedStep* prepared, std::span<const RowMessage> messages) {
+  std::vector<RowTokens> tokens;
+  for (const RowMessage& message : messages) tokens.push_back(message.tokens());
+  prepared->Begin(tokens);
+  StepRequest request = RequestOf(layer);
+  request.prepared = prepared;
+  return RunRows(backend, request, rows, nullptr, /*with_plans=*/false, messages);
 }
 
 std::vector<oracle::Vector> Rows(std::span<const float> flat, size_t dim, size_t begin,

@@ -163,6 +163,17 @@ std::unique_ptr<PreparedStep> PrepareStep(Backend* backend, uint32_t layer,
 StepResult RunPrepared(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
                        PreparedStep* prepared, const std::atomic<bool>* cancelled = nullptr);
 
+// What a message brings for a row: its queries, and the sequence's own tokens.
+struct RowMessage {
+  std::vector<std::byte> queries, keys, values;
+
+  static RowMessage Of(const TestRow& row, uint32_t layer);
+  RowTokens tokens() const { return {queries.data(), keys.data(), values.data()}; }
+};
+// RunPrepared, of a step that has begun with these messages.
+StepResult BeginAndRun(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
+                       PreparedStep* prepared, std::span<const RowMessage> messages);
+
 // The presets that can read segments with these indexes, but for those that need a keep-set.
 std::vector<Policy> PresetsFor(const IndexSet& indexes);
 

@@ -19,13 +19,13 @@
 
 #include "gpu/auto_backend.h"
 #include "tests/gpu/agreement.h"
+#include "tests/gpu/prepared_steps.h"
 #include "tests/gpu/support.h"
 
 namespace attnd::gpu::test {
 namespace {
 
 using attention::kTailBlockTokens;
-using attention::PageGeometry;
 using attention::test::MakeRow;
 using attention::test::PrepareStep;
 using attention::test::RunPrepared;
@@ -35,93 +35,11 @@ using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
 
-CudaBackendOptions Options() {
-  CudaBackendOptions options = SmallOptions();
-  options.timed_steps = 0;  // timed steps are not prepared
-  return options;
-}
-
-TestRow LastToken(TestSequence* sequence, const char* preset, uint32_t layer = 0) {
-  return MakeRow(sequence, Parse(preset), sequence->spec.tokens() - 1, 1, false, DType::kBf16,
-                 layer, TestSeed());
-}
-
-// Brings the sequence's segments and all its tokens but the last one to the device: what is still
-// to be uploaded is not prepared for.
-void Bring(const FakeBackend& fake, TestSequence* sequence) {
-  for (const uint32_t layer : {0, 1}) {
-    TestRow before = LastToken(sequence, "dense", layer);
-    --before.past_tokens;
-    EXPECT_TRUE(RunStep(fake.backend.get(), layer, {{before}}).status.ok());
-  }
-}
-
-// What a tail has of its last token in all layers and heads, so that it can be taken away and put
-// back, as a view cannot: it does not change.
-class LateToken {
- public:
-  explicit LateToken(const TestSequence& sequence) : sequence_(sequence) {
-    ForEachPage([&](std::byte* page, const PageGeometry& geometry, uint64_t place) {
-      Bytes& bytes = kept_.emplace_back();
-      bytes.keys.assign(page + geometry.KeyOffset(place),
-                        page + geometry.KeyOffset(place) + geometry.key_row_bytes);
-      bytes.values.assign(page + geometry.ValueOffset(place),
-                          page + geometry.ValueOffset(place) + geometry.value_row_bytes);
-    });
-  }
-  void TakeAway() {
-    ForEachPage([&](std::byte* page, const PageGeometry& geometry, uint64_t place) {
-      std::memset(page + geometry.KeyOffset(place), 0x7f, geometry.key_row_bytes);
-      std::memset(page + geometry.ValueOffset(place), 0x7f, geometry.value_row_bytes);
-    });
-  }
-  void PutBack() {
-    size_t next = 0;
-    ForEachPage([&](std::byte* page, const PageGeometry& geometry, uint64_t place) {
-      const Bytes& bytes = kept_[next++];
-      std::copy(bytes.keys.begin(), bytes.keys.end(), page + geometry.KeyOffset(place));
-      std::copy(bytes.values.begin(), bytes.values.end(), page + geometry.ValueOffset(place));
-    });
-  }
-
- private:
-  struct Bytes {
-    std::vector<std::byte> keys, values;
-  };
-  template <typename F>
-  void ForEachPage(const F& visit) const {
-    const attention::SequenceView& view = *sequence_.view;
-    const uint64_t last = sequence_.spec.tokens() - 1;
-    const auto& block = view.tail.at(last / kTailBlockTokens - view.tail_begin / kTailBlockTokens);
-    for (uint32_t layer = 0; layer < view.shape.layers; ++layer) {
-      for (uint32_t head = 0; head < view.shape.kv_heads; ++head) {
-        visit(block->pages(layer, head), PageGeometry(view.shape), last % kTailBlockTokens);
-      }
-    }
-  }
-
-  const TestSequence& sequence_;
-  std::vector<Bytes> kept_;
-};
-
-void ExpectSameRows(const StepResult& found, const StepResult& expected) {
-  ASSERT_TRUE(found.status.ok()) << found.status;
-  ASSERT_TRUE(expected.status.ok()) << expected.status;
-  for (size_t r = 0; r < expected.rows.size(); ++r) {
-    EXPECT_TRUE(SameBits(found.rows[r], expected.rows[r])) << "row " << r;
-    const attention::RowStats &a = found.rows[r].stats, &b = expected.rows[r].stats;
-    EXPECT_EQ(a.zone_tokens, b.zone_tokens);
-    EXPECT_EQ(a.exact_tokens, b.exact_tokens);
-    EXPECT_EQ(a.estimated_tokens, b.estimated_tokens);
-    EXPECT_EQ(a.predicted_error_max, b.predicted_error_max);
-  }
-}
-
 class PreparedSteps : public testing::TestWithParam<attention::IndexSet> {};
 
 // Every policy, alone and four together; some with several query tokens.
 TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0, GetParam());
   for (uint32_t layer = 0; layer < 2; ++layer) {
     const std::vector<TestRow> all =
@@ -149,7 +67,7 @@ TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
 TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
   TestSequence sequence = MakeHistory(0, GetParam());
   LateToken late(sequence);
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   Bring(fake, &sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
                                      LastToken(&sequence, "dense")};
@@ -165,7 +83,7 @@ TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
 
 // A step in vain sends nothing: what another step has brought meanwhile stays.
 TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0, GetParam());
   LateToken late(sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
@@ -188,7 +106,7 @@ TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
 
 // Nor does a token count as brought that only a step in vain would have brought.
 TEST_P(PreparedSteps, WhatWasNotBroughtIsNotCounted) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0, GetParam());
   LateToken late(sequence);
   const std::vector<TestRow> rows = {LastToken(&sequence, "dense")};
@@ -207,7 +125,7 @@ INSTANTIATE_TEST_SUITE_P(Indexes, PreparedSteps,
 
 // Rows are changed where they lie, as other rows have other policies already.
 TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0), same = sequence;
   same.view = std::make_shared<attention::SequenceView>(*sequence.view);
   Bring(fake, &sequence);
@@ -251,7 +169,7 @@ TEST(PreparedStep, AnotherStepIsAnsweredAsIfNothingWere) {
 }
 
 TEST(PreparedStep, ACancelledStepFreesItsStream) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   Bring(fake, &sequence);
@@ -267,7 +185,7 @@ TEST(PreparedStep, ACancelledStepFreesItsStream) {
 
 // As many as steps that wait for files may take: of two streams one, of four two.
 TEST(PreparedStep, HalfTheStreamsStayForOthers) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   Bring(fake, &sequence);
@@ -278,7 +196,7 @@ TEST(PreparedStep, HalfTheStreamsStayForOthers) {
   prepared.reset();
   EXPECT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
 
-  CudaBackendOptions four = Options();
+  CudaBackendOptions four = PreparingOptions();
   four.streams = 4;
   const FakeBackend larger = MakeFakeBackend(four);
   Bring(larger, &sequence);
@@ -290,7 +208,7 @@ TEST(PreparedStep, HalfTheStreamsStayForOthers) {
 
 // Where nothing waits behind a gate, what was prepared is launched when the queries are there.
 TEST(PreparedStep, WithoutGatesItIsLaunchedLater) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   fake.control->Set({.no_gates = true});
   TestSequence sequence = MakeHistory(0);
   LateToken late(sequence);
@@ -308,7 +226,7 @@ TEST(PreparedStep, WithoutGatesItIsLaunchedLater) {
 
 // A block that its last token fills, and of which nothing is on the device, is sent as a whole.
 TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   const uint64_t begin = 1300;
   TestSequence sequence =
       MakeHistory(0, attention::kTreeIndexes, kTailBlockTokens - begin % kTailBlockTokens);
@@ -329,7 +247,7 @@ TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
 }
 
 TEST(PreparedStep, TimedStepsAreNotPrepared) {
-  CudaBackendOptions options = Options();
+  CudaBackendOptions options = PreparingOptions();
   options.timed_steps = 4;
   const FakeBackend fake = MakeFakeBackend(options);
   TestSequence sequence = MakeHistory(0);
@@ -346,7 +264,7 @@ TEST(PreparedStep, TimedStepsAreNotPrepared) {
 }
 
 TEST(PreparedStep, NothingIsPreparedUnlessAsked) {
-  CudaBackendOptions options = Options();
+  CudaBackendOptions options = PreparingOptions();
   options.launch_ahead = false;
   const FakeBackend fake = MakeFakeBackend(options);
   TestSequence sequence = MakeHistory(0);
@@ -362,7 +280,7 @@ TEST(PreparedStep, ADeviceThatFailsIsReplaced) {
   int while_prepared = 0, later = 0;
   for (uint64_t call = 0; call < 8; ++call) {
     SCOPED_TRACE(call);
-    const FakeBackend fake = MakeFakeBackend(Options());
+    const FakeBackend fake = MakeFakeBackend(PreparingOptions());
     const StepResult devices = RunStep(fake.backend.get(), 0, rows);
     fake.control->Set({.call = call});
     const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
@@ -379,7 +297,7 @@ TEST(PreparedStep, ADeviceThatFailsIsReplaced) {
 }
 
 TEST(PreparedStep, MemoryThatIsRefusedForTheLaunchIsAskedForAgain) {
-  const FakeBackend fake = MakeFakeBackend(Options());
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
   TestSequence sequence = MakeHistory(0);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
   const StepResult expected = RunStep(fake.backend.get(), 0, rows);
@@ -392,7 +310,7 @@ TEST(PreparedStep, MemoryThatIsRefusedForTheLaunchIsAskedForAgain) {
 
 // Rows of both backends are prepared by neither.
 TEST(PreparedStep, RowsOfADeviceAloneArePrepared) {
-  FakeBackend fake = MakeFakeBackend(Options());
+  FakeBackend fake = MakeFakeBackend(PreparingOptions());
   const attention::Backend* const device = fake.backend.get();
   const auto both = MakeAutoBackend(std::move(fake.backend), MakeCpu());
   TestSequence sequence = MakeHistory(0), other = MakeHistory(0);

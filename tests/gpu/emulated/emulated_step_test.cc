@@ -7,6 +7,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
 #include <ostream>
@@ -120,6 +122,46 @@ TEST(EmulatedTies, AreCutInOrder) {
       for (size_t r = 0; r < rows.size(); ++r) {
         EXPECT_EQ(step.rows[r].stats.exact_tokens, expected.rows[r].stats.exact_tokens) << r;
       }
+    }
+  }
+}
+
+// A step may begin before anybody has looked at its numbers. Whatever they are, no thread of it
+// leaves its memory, and it ends. What it answers is nothing.
+TEST(EmulatedNumbers, AnyAreHarmless) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float kinds[] = {std::nanf(""), kInfinity, -kInfinity, 3e38f};
+  std::vector<Policy> of_trees = OfTrees();
+  of_trees.push_back(Parse("error-target", {{"tolerance", "0.1"}, {"quantile", "0.95"}}));
+  for (const bool tree : {false, true}) {
+    ParityCase c = {2, 1, 64, 64, {400}, 20};
+    if (tree) c.indexes = kTreeIndexes;
+    const attention::test::SequenceSpec spec = SpecOf(c, DType::kBf16);
+    for (const bool groups : {true, false}) {
+      if (tree && groups) continue;  // no cooperative group answers them
+      CudaBackendOptions options = SmallOptions();
+      options.cooperative_groups = groups;
+      const auto emulated = MakeEmulatedBackend(options);
+      for (const float kind : kinds) {
+        SCOPED_TRACE(testing::Message() << kind << ", tree " << tree << ", groups " << groups);
+        std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+        for (attention::test::HeadData& head : heads) {  // the last token's
+          head.keys.end()[-3] = kind;
+          head.values.end()[-5] = -kind;
+        }
+        TestSequence sequence = MakeSequenceOf(spec, std::move(heads));
+        std::vector<TestRow> rows =
+            RowsOf(&sequence, /*layer=*/0, tree ? of_trees : OfClusters(), 1);
+        RunStep(emulated.get(), 0, rows);
+        for (TestRow& row : rows) {
+          for (size_t i = 0; i < row.queries.size(); i += 1 + i % 7) row.queries[i] = kind;
+        }
+        RunStep(emulated.get(), 0, rows);
+      }
+      EXPECT_TRUE(emulated->Health().ok());
+      TestSequence sequence = MakeSequence(spec);
+      const std::vector<TestRow> rows = RowsOf(&sequence, /*layer=*/0, {OfClusters()[3]}, 1);
+      EXPECT_TRUE(Agree(RunStep(emulated.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
     }
   }
 }
