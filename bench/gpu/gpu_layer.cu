@@ -122,7 +122,12 @@ StepHeader Layer::Plan(const Policy& policy, bool cooperative_groups) {
   const WavePlaces places = writer.places();
   std::vector<std::byte> input(places.input_bytes);
   std::byte* const device_input = Keep(NewOnDevice<std::byte>(places.input_bytes));
-  writer.Write(input.data(), device_input, Keep(NewOnDevice<std::byte>(places.scratch_bytes)));
+  writer.Write(
+      {.input = input.data(),
+       .results = Keep(NewOnDevice<std::byte>(places.result.bytes)),  // not the host's here
+       .device_input = device_input,
+       .device_scratch = Keep(NewOnDevice<std::byte>(places.scratch_bytes)),
+       .signal = {}});
   writer.WriteTokens(input.data());
   CHECK_CUDA(cudaMemcpy(device_input, input.data(), input.size(), cudaMemcpyHostToDevice));
   return writer.header();

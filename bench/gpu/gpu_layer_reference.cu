@@ -308,7 +308,7 @@ double Layer::Reference(const Policy& policy, const StepHeader& step) {
   const auto out = ToHost(step.out, lanes * dim);
   const auto lse = ToHost(step.lse, lanes);
   const auto results = ToHost(step.lane_results, lanes);
-  const auto units = ToHost(step.unit_results, step.units);
+  const auto units = ToHost(step.last_results, step.units);
   HostCopy copy(*this);
   Greatest worst, worst_error;
   uint32_t plan_differences = 0;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "bench/gpu/forwarding_device.h"
@@ -37,11 +38,13 @@ class TimedStream : public gpu::Stream {
   }
   bool has_cooperative_groups() const override { return stream_->has_cooperative_groups(); }
   absl::Status RunStep(const gpu::StepRun& run) override {
+    awaited_ = true;
     times_->given = std::chrono::steady_clock::now();
     return stream_->RunStep(run);
   }
   absl::StatusOr<bool> RunStepBehind(const gpu::StepRun& run, const uint32_t* gate) override {
     ATTND_ASSIGN_OR_RETURN(behind_gate_, stream_->RunStepBehind(run, gate));
+    awaited_ |= behind_gate_;
     return behind_gate_;
   }
   bool ran_from_graph() const override { return stream_->ran_from_graph(); }
@@ -51,18 +54,26 @@ class TimedStream : public gpu::Stream {
     return stream_->BuildIndexes(shape, first_job, device_jobs, count, scratch);
   }
   absl::Status Synchronize() override {
-    if (std::exchange(behind_gate_, false)) times_->given = std::chrono::steady_clock::now();
-    absl::Status status = stream_->Synchronize();
-    times_->answered = std::chrono::steady_clock::now();
-    return status;
+    return Await([&] { return stream_->Synchronize(); });
+  }
+  absl::Status AwaitAnswer(uint32_t* answered) override {
+    return Await([&] { return stream_->AwaitAnswer(answered); });
   }
   absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override { return stream_->RunEmpty(); }
   absl::StatusOr<gpu::StageSeconds> stage_seconds() override { return stream_->stage_seconds(); }
 
  private:
+  // Of a step the first wait counts: a stream may be waited for once more.
+  absl::Status Await(absl::FunctionRef<absl::Status()> wait) {
+    if (std::exchange(behind_gate_, false)) times_->given = std::chrono::steady_clock::now();
+    absl::Status status = wait();
+    if (std::exchange(awaited_, false)) times_->answered = std::chrono::steady_clock::now();
+    return status;
+  }
+
   const std::unique_ptr<gpu::Stream> stream_;
   const std::shared_ptr<DeviceTimes> times_;
-  bool behind_gate_ = false;
+  bool behind_gate_ = false, awaited_ = false;
 };
 
 class TimedDevice : public ForwardingDevice {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Pinned memory that the host writes while a kernel runs, for which C++ has no words: as
+// Pinned memory that the host writes, or reads, while a kernel runs, for which C++ has no words: as
 // instructions.cuh, tests run it over a form in C++ (tests/gpu/emulated).
 #ifndef ATTND_GPU_CUDA_HOST_MEMORY_CUH_
 #define ATTND_GPU_CUDA_HOST_MEMORY_CUH_
@@ -21,6 +21,14 @@ __device__ __forceinline__ void AwaitHostWord(const uint32_t* word) {
     if (value != 0) return;
     __nanosleep(kPauseNanos);
   }
+}
+
+// What the thread has written is there for the host before what it writes next.
+__device__ __forceinline__ void FenceForHost() { __threadfence_system(); }
+
+// Sets a word to 1 that the host looks at.
+__device__ __forceinline__ void SetHostWord(uint32_t* word) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1) : "memory");
 }
 
 // Not from a cache that may have what was there before.

@@ -50,9 +50,9 @@ struct StageSeconds {
       0;  // of attend: the pages of chosen tokens, beside which estimates run; 0: no cache
 };
 
-// A step with the copies around it: its input is copied to the device before it, its results are
-// copied back after it. The host addresses must be of pinned memory that does not change until the
-// step has run.
+// A step with the copies around it: its input is copied to the device before it; kernels write most
+// results to the host, the rest is copied back after them. The host addresses must be of pinned
+// memory that does not change until the step has run.
 struct StepRun {
   KernelShape shape;
   StepHeader header;     // equal to the header at the start of the input
@@ -63,7 +63,8 @@ struct StepRun {
   uint64_t input_bytes = 0;
   const std::byte* device_results = nullptr;
   std::byte* results = nullptr;
-  uint64_t result_bytes = 0;
+  uint64_t result_bytes = 0;   // that are copied
+  uint64_t written_bytes = 0;  // that kernels write to the host
 };
 
 // A queue of work on one device, done in order (a CUDA stream). Used by one thread at a time. The
@@ -84,6 +85,9 @@ class Stream {
   // may wait for it. Whoever opens the gate calls nothing of CUDA before. No other work of the
   // stream may be under way. The step is not timed.
   virtual absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) = 0;
+  // Waits until the step under way has set AnswerSignal::answered, this word; or for all work of
+  // the stream, whose error it gives. All that the step has written to the host is there then.
+  virtual absl::Status AwaitAnswer(uint32_t* answered) = 0;
   // Whether the last step was launched as a CUDA graph, captured from an equal step before.
   virtual bool ran_from_graph() const = 0;
   // Builds the indexes of device_jobs ([count] in device memory, all of the same sizes). first_job:
@@ -115,7 +119,8 @@ class Device {
   // Aligned to 256 bytes.
   virtual absl::StatusOr<std::byte*> Allocate(size_t bytes) = 0;
   virtual void Free(std::byte* memory) = 0;  // null is allowed
-  // Pinned host memory, which the device can copy from and to.
+  // Pinned host memory, which the device can copy from and to, and which kernels find at the host's
+  // own addresses.
   virtual absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) = 0;
   virtual void FreePinned(std::byte* memory) = 0;
   // Whether kernels can read host memory that others have allocated; a constant of the device.

@@ -389,6 +389,13 @@ enum Cursor : uint32_t { kQueuedPieces, kTakenReadPieces, kTakenFinishPieces, kC
 constexpr uint32_t FragmentWords(uint32_t head_dim) { return head_dim * 8; }
 constexpr uint32_t TileFragmentWords(uint32_t head_dim) { return 2 * FragmentWords(head_dim) + 64; }
 
+// How the host learns that a step has written its answers, before its last kernel has ended and the
+// stream is idle. Null: by waiting for the stream.
+struct AnswerSignal {
+  uint32_t* answered;  // in pinned memory, 0 before the step: 1 behind all outputs there
+  uint32_t* blocks;    // 0 before and after a step: thread blocks that have answered
+};
+
 // Places and sizes of everything else. Scratch memory is as the last step left it; kernels clear
 // the counters that they use.
 struct StepHeader {
@@ -412,8 +419,8 @@ struct StepHeader {
   uint32_t tree_rows[kTreeChoices];  // rows of each TreeChoice
   uint32_t missing_max;              // entries of `missing`
   uint32_t estimates_misses;         // 1: the rows have the demote stage; not without `carried`
-  uint32_t reserved;
-  uint64_t tail_block_head_bytes;  // of a tail block, from one KV head to the next
+  uint32_t answer_blocks;            // AnswerBlocks
+  uint64_t tail_block_head_bytes;    // of a tail block, from one KV head to the next
 
   const RowRef* row_refs;  // [rows], ascending by first_unit
   const SegmentRef* segments;
@@ -448,18 +455,21 @@ struct StepHeader {
                       // carried, in any order, some more than once; a row with such a page has no
                       // answer
 
-  // Outputs, copied to the host together.
+  // Outputs. The first four lie in pinned memory of the host, where the kernels that answer write
+  // them. The others, and fates, are copied back if they are wanted.
   float* out;                // [query_tokens][query_heads][value_dim]
   float* lse;                // [query_tokens][query_heads]
   LaneResult* lane_results;  // [query_tokens][query_heads]
+  UnitResult* last_results;  // [units] what unit_results are in the end, of units over clusters
   uint32_t* missing_count;   // of entries that `missing` has, or would have; null as `carried`
+  AnswerSignal signal;
 };
 
 // No padding, so that equal headers have equal bytes.
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
-              offsetof(StepHeader, reserved) + sizeof(StepHeader::reserved));
+              offsetof(StepHeader, answer_blocks) + sizeof(StepHeader::answer_blocks));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 376);
+static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 400);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136);
 static_assert(sizeof(UnitResult) == 64 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 16);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&
@@ -470,6 +480,14 @@ constexpr uint32_t CoopUnits(const StepHeader& step) {
   uint32_t units = 0;
   for (const uint32_t count : step.coop_counts) units += count;
   return units;
+}
+
+// Thread blocks of the kernels that write answers: of cooperative groups; and of the merge stage,
+// one for each unit and query head, unless groups answer all units.
+constexpr uint32_t AnswerBlocks(const StepHeader& step) {
+  uint32_t blocks = CoopUnits(step) == step.units ? 0 : step.units * step.group;
+  for (uint32_t i = 0; i < kCoopSizes; ++i) blocks += step.coop_counts[i] * kCoopBlocks[i];
+  return blocks;
 }
 
 }  // namespace attnd::gpu

@@ -362,10 +362,17 @@ CacheClock DeviceStep::ClockOfWave(const std::shared_ptr<PageCache>& cache,
 
 absl::StatusOr<StepRun> DeviceStep::WriteWave() {
   ATTND_RETURN_IF_ERROR(context_->Flush());
-  const uint64_t input_bytes =
-      writer_.Write(context_->input(), context_->device_input(), context_->device_scratch());
-  return context_->MakeRun(writer_.shape().kernel, writer_.header(), writer_.measure(), timed_,
-                           input_bytes, writer_.device_results(), writer_.results().bytes);
+  const uint64_t input_bytes = writer_.Write(context_->buffers());
+  const ResultPlaces& results = writer_.results();
+  return context_->MakeRun({.shape = writer_.shape().kernel,
+                            .header = writer_.header(),
+                            .measure = writer_.measure(),
+                            .timed = timed_,
+                            .input_bytes = input_bytes,
+                            .device_results = writer_.device_results(),
+                            .results = context_->results() + results.copied,
+                            .result_bytes = results.bytes - results.copied,
+                            .written_bytes = results.copied});
 }
 
 absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
@@ -384,7 +391,7 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
   ATTND_ASSIGN_OR_RETURN(const StepRun run, WriteWave());
   writer_.WriteTokens(context_->input());
   ATTND_RETURN_IF_ERROR(context_->RunStep(run));
-  ATTND_RETURN_IF_ERROR(context_->Synchronize());
+  ATTND_RETURN_IF_ERROR(context_->AwaitStep(run));
   if (writer_.MissingCount(context_->results()) > 0) {
     const PageCacheRef ref = cache->ref();
     cache->Finish(0);

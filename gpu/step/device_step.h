@@ -140,6 +140,7 @@ class DeviceStep {
   attention::BackendStats::Files file_counts_;
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;
+  StepRun run_;                // of the wave that was launched so
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room
   bool tail_refused_ = false;  // of the row that was pinned last, for want of room

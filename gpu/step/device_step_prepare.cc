@@ -37,8 +37,8 @@ absl::StatusOr<bool> DeviceStep::Prepare() {
     if (!added) return false;
   }
   if (writer_.off_device()) return false;  // there is a cache now
-  ATTND_ASSIGN_OR_RETURN(const StepRun run, WriteWave());
-  ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run));
+  ATTND_ASSIGN_OR_RETURN(run_, WriteWave());
+  ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run_));
   if (waits) launched_ = Launched::kWaits;
   return true;
 }
@@ -80,7 +80,7 @@ absl::Status DeviceStep::RunPrepared() {
     context_->OpenGate();
   }
   launched_ = Launched::kNot;
-  const absl::Status ran = context_->Synchronize();
+  const absl::Status ran = context_->AwaitStep(run_);
   if (absl::IsResourceExhausted(ran)) {  // the device's own; it can be used further
     LeaveWaveOver(attention::Fallback::kScratch);
     return absl::OkStatus();

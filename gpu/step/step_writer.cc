@@ -158,15 +158,17 @@ uint32_t StepWriter::MissingCount(const std::byte* results) const {
   return count;
 }
 
-uint64_t StepWriter::Write(std::byte* input, std::byte* device_input, std::byte* device_scratch) {
+uint64_t StepWriter::Write(const WaveBuffers& buffers) {
+  std::byte* const input = buffers.input;
   const WavePlaces places = this->places();
   CHECK(cache_.set_count > 0 || !shape_.reads_files) << "files are read by way of the cache";
   CHECK(counts_.FitHeader() && places.Fit(room_)) << "more was added than fits";
   results_ = places.result;
-  device_results_ = device_scratch + places.results;
-  FillHeader(places, device_input, device_scratch);
+  device_results_ = buffers.device_scratch + places.copied;
+  FillHeader(places, buffers);
   WriteCoopUnits(At<CoopUnit>(input, places.coop_units));
   CHECK_EQ(CoopUnits(header_), counts_.coop_units);
+  header_.answer_blocks = AnswerBlocks(header_);
   std::memcpy(input, &header_, sizeof(header_));
   *At<CacheClock>(input, places.cache_clock) = clock_;
   if (shape_.reads_files) *At<CarriedPages>(input, places.carried) = carried_;
@@ -228,9 +230,9 @@ void StepWriter::WriteNoTokens(std::byte* input) const {
   for (uint64_t i = 0; i < counts_.uploads; ++i) refs[i].bytes = 0;
 }
 
-void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
-                            std::byte* device_scratch) {
-  std::byte* const results = device_scratch + places.results;
+void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers) {
+  std::byte* const device_input = buffers.device_input;
+  std::byte* const device_scratch = buffers.device_scratch;
   const KernelShape& kernel = shape_.kernel;
   StepHeader& h = header_ = StepHeader{};
   h.rows = Narrow(counts_.rows);
@@ -271,11 +273,11 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
   h.query_fragments = At<uint32_t>(device_scratch, places.query_fragments);
   h.states = At<float>(device_scratch, places.states);
   h.scores = At<float>(device_scratch, places.scores);
-  h.fates = At<uint8_t>(results, places.result.fates);
+  h.fates = At<uint8_t>(device_scratch, places.Copied(places.result.fates));
   h.chosen = At<uint32_t>(device_scratch, places.chosen);
   h.score_partials = At<float>(device_scratch, places.score_partials);
   h.lane_scales = At<LaneScale>(device_scratch, places.lane_scales);
-  h.unit_results = At<UnitResult>(results, places.result.unit_results);
+  h.unit_results = At<UnitResult>(device_scratch, places.unit_results);
   h.chunks = At<ChunkRef>(device_scratch, places.chunks);
   h.chosen_pieces = At<ChosenPiece>(device_scratch, places.chosen_pieces);
   h.cursors = At<uint32_t>(device_scratch, places.cursors);
@@ -287,12 +289,14 @@ void StepWriter::FillHeader(const WavePlaces& places, std::byte* device_input,
     h.carried = At<CarriedPages>(device_input, places.carried);
     h.missing = At<uint64_t>(device_scratch, places.missing);
     h.missing_max = MissingMax(counts_);
-    h.missing_count = At<uint32_t>(results, places.result.missing_count);
+    h.missing_count = At<uint32_t>(device_scratch, places.Copied(places.result.missing_count));
     h.estimates_misses = shape_.miss_wait_us.has_value() ? 1 : 0;
   }
-  h.out = At<float>(results, places.result.out);
-  h.lse = At<float>(results, places.result.lse);
-  h.lane_results = At<LaneResult>(results, places.result.lane_results);
+  h.out = At<float>(buffers.results, places.result.out);
+  h.lse = At<float>(buffers.results, places.result.lse);
+  h.lane_results = At<LaneResult>(buffers.results, places.result.lane_results);
+  h.last_results = At<UnitResult>(buffers.results, places.result.unit_results);
+  h.signal = buffers.signal;
 }
 
 // The part's segments, trees and tail blocks.

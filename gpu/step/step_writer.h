@@ -40,6 +40,15 @@ struct PlannedPart {
   WaveCounts counts;
 };
 
+// Where a wave's bytes go.
+struct WaveBuffers {
+  std::byte* input = nullptr;    // of the host
+  std::byte* results = nullptr;  // of the host, pinned: kernels write there
+  std::byte* device_input = nullptr;
+  std::byte* device_scratch = nullptr;
+  AnswerSignal signal{};
+};
+
 // One thread at a time. Use: Begin; Plan and Add for each row; Write; read the wave's parts.
 class StepWriter {
  public:
@@ -72,9 +81,9 @@ class StepWriter {
   // Byte offsets in the two buffers, and the bytes of each that the wave takes so far.
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
 
-  // Fills `input` (host, places().input_bytes), which the device will find at `device_input`, for a
-  // step with scratch memory at `device_scratch`, but for its tokens. Returns the bytes to copy.
-  uint64_t Write(std::byte* input, std::byte* device_input, std::byte* device_scratch);
+  // Fills the input (places().input_bytes), which the device will find at device_input, but for its
+  // tokens. Returns the bytes to copy.
+  uint64_t Write(const WaveBuffers& buffers);
   // After Write: fills in the queries and what uploads point at.
   void WriteTokens(std::byte* input) const;
   // In place of WriteTokens: from a message's tensors, of each row by its number. Each part must be
@@ -87,6 +96,7 @@ class StepWriter {
   // After Write.
   const StepHeader& header() const { return header_; }
   const ResultPlaces& results() const { return results_; }
+  // The results that are copied back to results().copied and behind.
   const std::byte* device_results() const { return device_results_; }
   // Pages that a wave's results tell to be missing, some more than once, of which missing_max are
   // listed at most; none of a wave that reads no files.
@@ -102,7 +112,7 @@ class StepWriter {
 
  private:
   // Fills the header's numbers, and the addresses that follow from `places`.
-  void FillHeader(const WavePlaces& places, std::byte* device_input, std::byte* device_scratch);
+  void FillHeader(const WavePlaces& places, const WaveBuffers& buffers);
   // Lists the units that cooperative groups answer, and fills the header's counts of these units.
   void WriteCoopUnits(CoopUnit* units);
   void WriteRow(const RowPart& part, const RowMemory& memory, const WavePlaces& places,

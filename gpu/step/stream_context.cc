@@ -22,18 +22,21 @@ absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* dev
   std::unique_ptr<StreamContext> context(new StreamContext(device, room, counts));
   ATTND_ASSIGN_OR_RETURN(context->input_, device->AllocatePinned(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->results_, device->AllocatePinned(room.result_bytes));
-  ATTND_ASSIGN_OR_RETURN(context->gate_, device->AllocatePinned(sizeof(uint32_t)));
+  ATTND_ASSIGN_OR_RETURN(context->words_, device->AllocatePinned(sizeof(Words)));
   ATTND_ASSIGN_OR_RETURN(context->device_input_, device->Allocate(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->device_scratch_, device->Allocate(room.scratch_bytes));
+  ATTND_ASSIGN_OR_RETURN(context->answer_blocks_, device->Allocate(kCountBytes));
+  ATTND_RETURN_IF_ERROR(device->Clear(context->answer_blocks_, kCountBytes));
   ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream());
   return context;
 }
 
 StreamContext::~StreamContext() {
   stream_.reset();  // waits for its work, which uses the rest
+  device_->Free(answer_blocks_);
   device_->Free(device_scratch_);
   device_->Free(device_input_);
-  device_->FreePinned(gate_);
+  device_->FreePinned(words_);
   device_->FreePinned(results_);
   device_->FreePinned(input_);
 }
@@ -86,34 +89,35 @@ absl::Status StreamContext::SendInput(uint64_t bytes) {
   return absl::OkStatus();
 }
 
-StepRun StreamContext::MakeRun(const KernelShape& shape, const StepHeader& header, bool measure,
-                               bool timed, uint64_t input_bytes, const std::byte* device_results,
-                               uint64_t result_bytes) const {
-  CHECK_LE(input_bytes, room_.input_bytes);
-  CHECK_LE(result_bytes, room_.result_bytes);
-  CHECK(device_results >= device_scratch_ &&
-        device_results + result_bytes <= device_scratch_ + room_.scratch_bytes);
-  return {.shape = shape,
-          .header = header,
-          .measure = measure,
-          .timed = timed,
-          .input = input_,
-          .device_input = device_input_,
-          .input_bytes = input_bytes,
-          .device_results = device_results,
+WaveBuffers StreamContext::buffers() const {
+  return {.input = input_,
           .results = results_,
-          .result_bytes = result_bytes};
+          .device_input = device_input_,
+          .device_scratch = device_scratch_,
+          .signal = {.answered = Word(&Words::answered),
+                     .blocks = reinterpret_cast<uint32_t*>(answer_blocks_)}};
+}
+
+StepRun StreamContext::MakeRun(StepRun run) const {
+  CHECK_LE(run.input_bytes, room_.input_bytes);
+  CHECK(run.results >= results_ && run.results + run.result_bytes <= results_ + room_.result_bytes);
+  CHECK(run.device_results >= device_scratch_ &&
+        run.device_results + run.result_bytes <= device_scratch_ + room_.scratch_bytes);
+  run.input = input_;
+  run.device_input = device_input_;
+  return run;
 }
 
 void StreamContext::Count(const StepRun& run) {
   counts_->to_device.fetch_add(run.input_bytes, std::memory_order_relaxed);
-  counts_->to_host.fetch_add(run.result_bytes, std::memory_order_relaxed);
+  counts_->to_host.fetch_add(run.written_bytes + run.result_bytes, std::memory_order_relaxed);
   counts_->graph_launches.fetch_add(stream_->ran_from_graph() ? 1 : 0, std::memory_order_relaxed);
 }
 
 absl::Status StreamContext::RunStep(const StepRun& run) {
   CHECK(!busy_) << "one step at a time";
   busy_ = true;
+  std::atomic_ref(*Word(&Words::answered)).store(0, std::memory_order_relaxed);
   ATTND_RETURN_IF_ERROR(stream_->RunStep(run));
   Count(run);
   return absl::OkStatus();
@@ -121,8 +125,9 @@ absl::Status StreamContext::RunStep(const StepRun& run) {
 
 absl::StatusOr<bool> StreamContext::RunStepBehindGate(const StepRun& run) {
   CHECK(!busy_) << "one step at a time";
-  auto* const gate = reinterpret_cast<uint32_t*>(gate_);
+  uint32_t* const gate = Word(&Words::gate);
   std::atomic_ref(*gate).store(0, std::memory_order_relaxed);
+  std::atomic_ref(*Word(&Words::answered)).store(0, std::memory_order_relaxed);
   ATTND_ASSIGN_OR_RETURN(const bool launched, stream_->RunStepBehind(run, gate));
   if (!launched) return false;
   busy_ = true;
@@ -131,7 +136,14 @@ absl::StatusOr<bool> StreamContext::RunStepBehindGate(const StepRun& run) {
 }
 
 void StreamContext::OpenGate() {
-  std::atomic_ref(*reinterpret_cast<uint32_t*>(gate_)).store(1, std::memory_order_release);
+  std::atomic_ref(*Word(&Words::gate)).store(1, std::memory_order_release);
+}
+
+absl::Status StreamContext::AwaitStep(const StepRun& run) {
+  CHECK(busy_) << "no step is under way";
+  // Copies and events come behind the kernels.
+  if (run.timed || run.result_bytes > 0) return Synchronize();
+  return stream_->AwaitAnswer(Word(&Words::answered));
 }
 
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes, uint64_t at) {

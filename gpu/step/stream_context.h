@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "gpu/device/device.h"
+#include "gpu/step/step_writer.h"
 #include "gpu/step/wave_memory.h"
 
 namespace attnd::gpu {
@@ -43,9 +44,10 @@ class StreamContext {
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
   TransferCounts* counts() const { return counts_; }
+  static constexpr uint64_t kCountBytes = 256;  // of AnswerSignal::blocks
   // Device memory that a context with this room takes.
   static uint64_t DeviceBytes(const WaveRoom& room) {
-    return room.input_bytes + room.scratch_bytes;
+    return room.input_bytes + room.scratch_bytes + kCountBytes;
   }
 
   // input, results: pinned host memory. device_input: device memory that the input buffer is copied
@@ -54,6 +56,7 @@ class StreamContext {
   std::byte* results() const { return results_; }
   std::byte* device_input() const { return device_input_; }
   std::byte* device_scratch() const { return device_scratch_; }
+  WaveBuffers buffers() const;
 
   // Copies to the device by way of the input buffer, in pieces; `from` may change once it returns.
   absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
@@ -62,18 +65,17 @@ class StreamContext {
                          uint64_t page_bytes);
   // Copies the input buffer's first bytes to the device's; nothing that was sent may be under way.
   absl::Status SendInput(uint64_t bytes);
-  // A step that copies the input buffer's first `input_bytes` to the device, runs the kernels, and
-  // copies `result_bytes` from device_results to the result buffer.
-  StepRun MakeRun(const KernelShape& shape, const StepHeader& header, bool measure, bool timed,
-                  uint64_t input_bytes, const std::byte* device_results,
-                  uint64_t result_bytes) const;
-  // Runs a step; nothing that was sent may be under way.
+  // Gives a step the input buffers.
+  StepRun MakeRun(StepRun run) const;
+  // Runs a step whose results go to the result buffer; nothing that was sent may be under way.
   absl::Status RunStep(const StepRun& run);
   // RunStep, of a step that is not timed and begins with OpenGate: until then the input buffer may
   // change. False, and nothing has been launched, if it cannot wait (Stream::RunStepBehind).
   absl::StatusOr<bool> RunStepBehindGate(const StepRun& run);
   // What was written to the input buffer before is the step's input.
   void OpenGate();
+  // Waits for the results of the step that was run last. The stream may still be busy with its end.
+  absl::Status AwaitStep(const StepRun& run);
   // Copies to the result buffer, from byte `at` on.
   absl::Status Fetch(const std::byte* from, uint64_t bytes, uint64_t at = 0);
   // Waits for all work of the stream; then the buffers are free again.
@@ -85,6 +87,13 @@ class StreamContext {
   StreamContext(Device* device, const WaveRoom& room, TransferCounts* counts)
       : device_(device), room_(room), counts_(counts) {}
 
+  // In pinned memory, apart: the host writes one, kernels write the other.
+  struct Words {
+    alignas(128) uint32_t gate;
+    alignas(128) uint32_t answered;
+  };
+
+  uint32_t* Word(uint32_t Words::*word) const { return &(reinterpret_cast<Words*>(words_)->*word); }
   // Counts a step that was launched.
   void Count(const StepRun& run);
 
@@ -96,8 +105,9 @@ class StreamContext {
   std::byte* results_ = nullptr;
   std::byte* device_input_ = nullptr;
   std::byte* device_scratch_ = nullptr;
-  std::byte* gate_ = nullptr;  // a word of pinned memory
-  uint64_t sent_bytes_ = 0;    // of the input buffer that copies under way may still read
+  std::byte* words_ = nullptr;          // Words
+  std::byte* answer_blocks_ = nullptr;  // AnswerSignal::blocks, on the device
+  uint64_t sent_bytes_ = 0;             // of the input buffer that copies under way may still read
   bool busy_ = false;
 };
 

@@ -81,7 +81,11 @@ void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* 
       scratch.Place(counts.tree_items, sizeof(float) * TreeStateFloats(shape.kernel.value_dim));
   places->tree_partials = scratch.Place(counts.tree_items, sizeof(float) * kLanes * kStateHead);
   places->missing = scratch.Place(MissingMax(counts), sizeof(uint64_t));
-  places->results = scratch.end();
+  places->unit_results = scratch.Place(counts.units, sizeof(UnitResult));
+  places->copied = scratch.end();
+  scratch.Place(shape.reads_files ? 1 : 0, sizeof(uint32_t));
+  scratch.Place(counts.fates, 1);
+  places->scratch_bytes = scratch.end();
 }
 
 }  // namespace
@@ -160,14 +164,13 @@ WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_
   places.result.lse = results.Place(lanes, sizeof(float));
   places.result.lane_results = results.Place(lanes, sizeof(LaneResult));
   places.result.unit_results = results.Place(counts.units, sizeof(UnitResult));
+  places.result.copied = results.end();
   places.result.missing_count = results.Place(shape.reads_files ? 1 : 0, sizeof(uint32_t));
   places.result.fates = results.end();
   if (with_fates) results.Place(counts.fates, 1);
   places.result.bytes = results.end();
   places.result.missing = places.result.bytes;
   places.result.missing_bytes = MissingMax(counts) * sizeof(uint64_t);
-  if (!with_fates) results.Place(counts.fates, 1);
-  places.scratch_bytes = Plus(places.results, results.end());
   return places;
 }
 

@@ -40,10 +40,11 @@ WaveCounts CountsOf(const RowDescription& row, const RowRef& ref, std::span<cons
 
 // Where the results of a wave lie, by byte in the result buffer.
 struct ResultPlaces {
-  uint64_t out = 0, lse = 0, lane_results = 0, unit_results = 0;
+  uint64_t out = 0, lse = 0, lane_results = 0, unit_results = 0;  // written by kernels
+  uint64_t copied = 0;         // from here on they are copied back: WavePlaces::copied
   uint64_t missing_count = 0;  // of waves that read files
   uint64_t fates = 0;          // within `bytes` only if fates are results
-  uint64_t bytes = 0;          // that are copied back
+  uint64_t bytes = 0;
   uint64_t missing = 0;        // where the list of missing pages goes, if there are any
   uint64_t missing_bytes = 0;  // of all of the list
 };
@@ -54,8 +55,11 @@ struct WavePlaces {
       queries, upload_data, input_bytes;
   uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
       chosen_pieces, cursors, tree_words, tree_queries, tree_states, tree_partials, missing,
-      results, scratch_bytes;
+      unit_results, copied, scratch_bytes;
   ResultPlaces result;
+
+  // On the device, of a result that is copied back.
+  uint64_t Copied(uint64_t of_result) const { return copied + (of_result - result.copied); }
 
   bool Fit(const WaveRoom& room) const {
     return input_bytes <= room.input_bytes && scratch_bytes <= room.scratch_bytes &&

@@ -48,7 +48,7 @@ void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& fau
     header.out[lanes * shape.value_dim - 1] = std::nanf("");
   }
   for (uint32_t unit = 0; faults.miscounted && unit < header.units; ++unit) {
-    ++header.unit_results[unit].chosen_tokens;
+    ++header.last_results[unit].chosen_tokens;
   }
 }
 
@@ -208,6 +208,10 @@ bool FakeControl::Owns(const void* address, uint64_t bytes) const {
   return Inside(memory_, address, bytes);
 }
 
+bool FakeControl::Pins(const void* address, uint64_t bytes) const {
+  return Inside(pinned_, address, bytes);
+}
+
 // Work is kept until Synchronize.
 class FakeStream : public Stream {
  public:
@@ -303,6 +307,12 @@ class FakeStream : public Stream {
     return status;
   }
 
+  absl::Status AwaitAnswer(uint32_t* answered) override {
+    absl::Status status = Synchronize();
+    EXPECT_TRUE(!status.ok() || *answered == 1);
+    return status;
+  }
+
   absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override {
     MutexLock lock(control_->mutex_);
     EXPECT_TRUE(work_.empty());
@@ -341,8 +351,10 @@ class FakeStream : public Stream {
           CheckStep(run.shape, header, run.measure,
                     {[this](const void* address, uint64_t bytes)
                          ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Owns(address, bytes); },
+                     [this](const void* address, uint64_t bytes)
+                         ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Maps(address, bytes); },
                      [this](const void* address, uint64_t bytes) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-                       return control_->Maps(address, bytes);
+                       return control_->Pins(address, bytes);
                      }}),
           "");
       control_->CheckNumbers(header);
@@ -367,6 +379,9 @@ class FakeStream : public Stream {
         control_->missed_.erase(this);
       }
       Spoil(run.shape, step, control_->faults_);
+      EXPECT_EQ(*header.signal.answered, 0u);
+      EXPECT_EQ(*header.signal.blocks, 0u);
+      if (!control_->broken_) *header.signal.answered = 1;
       ++control_->steps_;
     });
     return absl::OkStatus();

@@ -363,14 +363,21 @@ class Checker {
     }
   }
 
-  // Parts that kernels write: device memory, aligned, and apart from one another.
+  // Parts that kernels write: device memory, or the host's, aligned, and apart from one another.
   void Regions() {
     const uint64_t lanes = query_tokens_ * h_.kv_heads * h_.group;
-    const auto part = [this](const char* name, const void* address, uint64_t bytes) {
-      Held(name, address, bytes);
+    const auto add = [this](const char* name, const void* address, uint64_t bytes) {
       const auto begin = reinterpret_cast<uintptr_t>(address);
       if (bytes > 0 && begin % 256 != 0) Fail(std::string(name) + " is not aligned");
       if (bytes > 0) parts_.push_back({begin, begin + bytes});
+    };
+    const auto part = [&](const char* name, const void* address, uint64_t bytes) {
+      Held(name, address, bytes);
+      add(name, address, bytes);
+    };
+    const auto output = [&](const char* name, const void* address, uint64_t bytes) {
+      if (!memory_.pins(address, bytes)) Fail(std::string(name) + " is not pinned memory");
+      add(name, address, bytes);
     };
     part("query_fragments", h_.query_fragments,
          tiles_ * TileFragmentWords(shape_.head_dim) * sizeof(uint32_t));
@@ -393,9 +400,19 @@ class Checker {
     part("tree_partials", h_.tree_partials, tree_items_ * kLanes * kStateHead * sizeof(float));
     part("missing", h_.missing, h_.missing_max * sizeof(uint64_t));
     part("missing_count", h_.missing_count, wants_files_ ? sizeof(uint32_t) : 0);
-    part("out", h_.out, lanes * shape_.value_dim * sizeof(float));
-    part("lse", h_.lse, lanes * sizeof(float));
-    part("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
+    output("out", h_.out, lanes * shape_.value_dim * sizeof(float));
+    output("lse", h_.lse, lanes * sizeof(float));
+    output("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
+    output("last_results", h_.last_results, units_ * sizeof(UnitResult));
+    if (!memory_.pins(h_.signal.answered, sizeof(uint32_t))) Fail("answered is not pinned memory");
+    Held("the count of blocks", h_.signal.blocks, sizeof(uint32_t));
+    uint64_t coop_units = 0, coop_blocks = 0;
+    for (size_t size = 0; size < kCoopSizes; ++size) {
+      coop_units += coop_units_[size].size();
+      coop_blocks += coop_units_[size].size() * kCoopBlocks[size];
+    }
+    Equal("answer_blocks", h_.answer_blocks,
+          coop_blocks + (coop_units < units_ ? units_ * h_.group : 0));
     Held("queries", h_.queries,
          lanes * shape_.head_dim * DTypeBytes(static_cast<DType>(h_.query_dtype)));
     std::sort(parts_.begin(), parts_.end());

@@ -15,9 +15,10 @@
 
 namespace attnd::gpu::test {
 
-// Whether so many bytes at an address are the device's; are host memory that is mapped for it.
+// Whether so many bytes at an address are the device's; are host memory that is mapped for it; are
+// pinned.
 struct MemoryCheck {
-  std::function<bool(const void*, uint64_t)> owns, maps;
+  std::function<bool(const void*, uint64_t)> owns, maps, pins;
 };
 
 // What is wrong, or nothing.

@@ -300,6 +300,7 @@ std::string RunStepReference(const KernelShape& shape, const StepHeader& header,
           Lanes(lanes).Run(is_meant(one_more.exact), result, fates);
         }
         files.AddTo(result);
+        header.last_results[row.first_unit + unit] = *result;
       }
     }
   }

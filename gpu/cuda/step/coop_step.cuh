@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "gpu/cuda/step/answered.cuh"
 #include "gpu/cuda/step/attend.cuh"
 #include "gpu/cuda/step/coop_merge.cuh"
 #include "gpu/cuda/step/coop_segments.cuh"
@@ -173,7 +174,7 @@ class CoopStep {
     UnitResult result = selector.Select();
     chosen_tokens_ = result.chosen_tokens;
     if (ThreadBlockCluster::rank() == 0 && threadIdx.x == 0)
-      step_.unit_results[unit_.unit] = result;
+      step_.last_results[unit_.unit] = result;
     ThreadBlockCluster::Sync();  // fates and chosen tokens
   }
 
@@ -282,6 +283,7 @@ __global__ void __launch_bounds__(kCoopThreads, (kCoopResident<kKeyDim, kValueDi
   const CoopUnit number = step.coop_units[first + blockIdx.x / ThreadBlockCluster::blocks()];
   const UnitPlace unit(step, step.row_refs + number.row, number.unit);
   CoopStep<T, kKeyDim, kValueDim>(step, unit).Run();
+  NoteAnswered(step);
 #else
   __trap();  // CountGroups has said that there are none
 #endif

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/answered.cuh"
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
 
@@ -306,13 +307,18 @@ __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePla
 
 // ---- kernels ----
 
-// Thread block (unit, query head) answers the head's query tokens.
+// What the unit's selection came to, now that it stands.
+__device__ __forceinline__ void StoreLastResult(const StepHeader& step, uint32_t unit) {
+  constexpr uint32_t kWords = sizeof(UnitResult) / sizeof(uint4);
+  if (threadIdx.x >= kWords) return;
+  reinterpret_cast<uint4*>(step.last_results + unit)[threadIdx.x] =
+      reinterpret_cast<const uint4*>(step.unit_results + unit)[threadIdx.x];
+}
+
+// A query head's query tokens, by one thread block.
 template <int kValueDim>
-__global__ void __launch_bounds__(kMergeThreads)
-    MergeKernel(const __grid_constant__ StepHeader step) {
-  __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
-  const uint32_t unit_number = blockIdx.x / step.group;
-  const uint32_t head = blockIdx.x % step.group;
+__device__ __forceinline__ void AnswerHead(const StepHeader& step, uint32_t unit_number,
+                                           uint32_t head, MergeLaneMemory<kValueDim>* memory) {
   const RowRef* row = RowOfUnit(step, unit_number);
   if (row->coop_blocks != 0) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
@@ -337,8 +343,18 @@ __global__ void __launch_bounds__(kMergeThreads)
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
     }
     AnswerLane<kValueDim>(step, LanePlace(step, unit, tile, lane), states,
-                          clusters ? &scale : nullptr, &memory);
+                          clusters ? &scale : nullptr, memory);
   }
+  if (clusters && head == 0) StoreLastResult(step, unit_number);
+}
+
+// Thread block (unit, query head).
+template <int kValueDim>
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeKernel(const __grid_constant__ StepHeader step) {
+  __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
+  AnswerHead<kValueDim>(step, blockIdx.x / step.group, blockIdx.x % step.group, &memory);
+  NoteAnswered(step);
 }
 
 }  // namespace attnd::gpu

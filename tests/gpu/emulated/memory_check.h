@@ -17,7 +17,7 @@ namespace attnd::gpu::emulated {
 // kAtomic: or volatile; those are not in each other's way.
 enum class Access { kRead, kWrite, kAtomic };
 
-// Memory of the device, with room for what is known of it.
+// Memory of the device, and pinned memory of the host, with room for what is known of it.
 void AddDeviceMemory(std::byte* memory, size_t bytes);
 void RemoveDeviceMemory(const std::byte* memory);
 // Host memory that kernels may read.

@@ -156,10 +156,16 @@ cudaError_t cudaFree(void* memory) {
   return cudaSuccess;
 }
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  const Lock lock(TheRuntime().mutex);
   *memory = Rubbish(bytes);
+  AddDeviceMemory(static_cast<std::byte*>(*memory), bytes);
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* memory) {
+  {
+    const Lock lock(TheRuntime().mutex);
+    RemoveDeviceMemory(static_cast<std::byte*>(memory));
+  }
   std::free(memory);
   return cudaSuccess;
 }

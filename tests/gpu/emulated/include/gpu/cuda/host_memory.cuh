@@ -17,6 +17,14 @@ __attribute__((no_sanitize("thread"))) inline void AwaitHostWord(const uint32_t*
   while (*look == 0) std::this_thread::yield();
 }
 
+// Threads are fibers of one of the system's, which SetHostWord orders.
+inline void FenceForHost() {}
+
+__attribute__((no_sanitize("thread"))) inline void SetHostWord(uint32_t* word) {
+  __asm__ volatile("" ::: "memory");  // behind what the host will look at
+  *const_cast<volatile uint32_t*>(word) = 1;
+}
+
 __attribute__((no_sanitize("thread"))) inline uint4 LoadHost(const uint4* from) { return *from; }
 
 }  // namespace attnd::gpu
