@@ -3,6 +3,7 @@
 // EngineImpl: passes: a step of each layer over the same rows.
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -148,10 +149,19 @@ class EngineImpl::PassImpl final : public Pass {
     return absl::OkStatus();
   }
 
-  // The device begins before the tokens are checked and appended, which goes on beside it.
+  // The device begins before the tokens are checked and appended, which goes on beside it. Not
+  // where a row repeats tokens: others may read these meanwhile, and may be bringing them to the
+  // device.
   void BeginPrepared(const DecodeArgs& args) {
-    const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
-    if (!tokens.empty()) spent_->Begin(tokens);
+    for (size_t i = 0; i < expected_.rows.size(); ++i) {
+      const attention::StepRow& row = expected_.rows[i];
+      if (!row.query_only && !expected_.sequences[i]->IsNext(layer_, row.past_tokens)) return;
+    }
+    try {
+      const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
+      if (!tokens.empty()) spent_->Begin(tokens);
+    } catch (const std::bad_alloc&) {  // the step begins later
+    }
   }
 
   void PrepareRow(size_t number, DecodeBatch* batch, StepSequences* sequences,

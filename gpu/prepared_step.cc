@@ -38,9 +38,8 @@ PreparedDeviceStep::PreparedDeviceStep(const StepRequest& expected, DeviceCopySt
 }
 
 void PreparedDeviceStep::Begin(std::span<const attention::RowTokens> rows) {
-  if (!step_.has_value()) return;
+  if (!step_.has_value() || !step_->BeginPrepared(rows)) return;
   for (size_t row = 0; row < rows_.size(); ++row) rows_[row].queries = rows[row].queries;
-  step_->BeginPrepared(rows);
 }
 
 void PreparedDeviceStep::GiveUp() {

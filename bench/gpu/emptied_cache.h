@@ -15,7 +15,6 @@
 #include "bench/gpu/forwarding_device.h"
 #include "common/mutex.h"
 #include "gpu/device/device.h"
-#include "gpu/step/stream_context.h"
 
 namespace attnd::bench {
 
@@ -58,9 +57,7 @@ class EmptiedCacheDevice : public ForwardingDevice {
 
   absl::Status Clear(std::byte* memory, size_t bytes) override {
     absl::Status cleared = ForwardingDevice::Clear(memory, bytes);
-    // A stream's count is cleared, too, when the stream is made.
-    const bool of_cache = bytes > gpu::StreamContext::kCountBytes;
-    if (cleared.ok() && of_cache) emptier_->Note({this, memory, bytes});
+    if (cleared.ok()) emptier_->Note({this, memory, bytes});
     return cleared;
   }
 

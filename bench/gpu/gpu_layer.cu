@@ -127,7 +127,7 @@ StepHeader Layer::Plan(const Policy& policy, bool cooperative_groups) {
        .results = Keep(NewOnDevice<std::byte>(places.result.bytes)),  // not the host's here
        .device_input = device_input,
        .device_scratch = Keep(NewOnDevice<std::byte>(places.scratch_bytes)),
-       .signal = {}});
+       .answered = nullptr});
   writer.WriteTokens(input.data());
   CHECK_CUDA(cudaMemcpy(device_input, input.data(), input.size(), cudaMemcpyHostToDevice));
   return writer.header();

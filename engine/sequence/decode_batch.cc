@@ -347,8 +347,8 @@ DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
   ExpectedRows expected;
   expected.rows = std::move(step_rows_);
   expected.sequences = std::move(sequences_);
-  expected.places.reserve(step_row_numbers_.size());
-  for (const size_t row : step_row_numbers_) expected.places.push_back(places_[row]);
+  expected.numbers = std::move(step_row_numbers_);
+  expected.places = std::move(places_);
   expected.args = args_;
   expected.args.rows = {};
   for (attention::StepRow& row : expected.rows) {
@@ -368,7 +368,7 @@ std::vector<attention::RowTokens> DecodeBatch::TokensOf(const ExpectedRows& expe
   };
   std::vector<attention::RowTokens> tokens(expected.rows.size());
   for (size_t i = 0; i < tokens.size(); ++i) {
-    const Place& place = expected.places[i];
+    const Place& place = expected.places[expected.numbers[i]];
     tokens[i].queries = at(args.q, place.query_token, args.q_heads, args.q_head_dim);
     if (expected.rows[i].query_only) continue;
     tokens[i].keys = at(args.k, place.new_token, args.k_heads, args.k_head_dim);

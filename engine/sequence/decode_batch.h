@@ -88,8 +88,9 @@ class DecodeBatch {
   // queries are there, and what they point at.
   struct ExpectedRows {
     std::vector<attention::StepRow> rows;
-    std::vector<std::shared_ptr<Sequence>> sequences;
-    std::vector<Place> places;
+    std::vector<std::shared_ptr<Sequence>> sequences;  // of the rows
+    std::vector<size_t> numbers;                       // of the rows in the message
+    std::vector<Place> places;                         // of the message's rows
     DecodeArgs args;  // what the batch's tensors were like; they are gone
   };
   ExpectedRows TakeExpectedRows();

@@ -38,6 +38,11 @@ void Sequence::CompletePass(WriterId writer) {
   if (pass != passes_.end()) passes_.erase(pass);
 }
 
+bool Sequence::IsNext(uint32_t layer, uint64_t position) {
+  MutexLock lock(mutex_);
+  return layer_tokens_[layer] == position;
+}
+
 void Sequence::WarmTail(uint32_t layer, uint64_t position, uint64_t tokens) {
   MutexLock lock(mutex_);
   tail_.Warm(layer, position, tokens);

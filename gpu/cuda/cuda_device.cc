@@ -185,9 +185,12 @@ class CudaStream : public Stream {
     const auto look_until = std::chrono::steady_clock::now() + kAnswerLook;
     while (word.load(std::memory_order_acquire) == 0) {
       // A step that takes longer gains nothing by it; and one that fails never answers.
-      if (std::chrono::steady_clock::now() > look_until) return Synchronize();
+      if (std::chrono::steady_clock::now() > look_until) break;
     }
-    return absl::OkStatus();
+    if (word.load(std::memory_order_acquire) != 0) return absl::OkStatus();
+    ATTND_RETURN_IF_ERROR(Synchronize());
+    if (word.load(std::memory_order_acquire) != 0) return absl::OkStatus();
+    return absl::InternalError("a step has ended, and has not said so");
   }
 
   absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override {
@@ -484,8 +487,8 @@ class CudaDevice : public Device {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice() {
-  // Streams share the queues that lead to the GPU, of which there are eight unless this is set
-  // before CUDA begins. Behind a step that waits for its queries others would wait, too.
+  // Streams share the queues that lead to the GPU, of which there are eight, and 32 at most. Behind
+  // a step that waits for its queries those of the same queue wait, too.
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   int count = 0;
   absl::Status status = CudaStatus(cudaGetDeviceCount(&count), "looking for a GPU");

@@ -136,7 +136,9 @@ class Device {
 };
 
 // The first GPU that can run the kernels. Unavailable, saying why, if there is none (no driver, too
-// old, too small a compute capability); Unimplemented if this build has no CUDA.
+// old, too small a compute capability); Unimplemented if this build has no CUDA. Sets a variable of
+// the environment that CUDA reads when it begins: to be called before anything else of CUDA's, and
+// while no other thread reads the environment.
 absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice();
 
 }  // namespace attnd::gpu

@@ -393,7 +393,7 @@ constexpr uint32_t TileFragmentWords(uint32_t head_dim) { return 2 * FragmentWor
 // stream is idle. Null: by waiting for the stream.
 struct AnswerSignal {
   uint32_t* answered;  // in pinned memory, 0 before the step: 1 behind all outputs there
-  uint32_t* blocks;    // 0 before and after a step: thread blocks that have answered
+  uint32_t* blocks;    // thread blocks that have answered; comes with the input, as 0
 };
 
 // Places and sizes of everything else. Scratch memory is as the last step left it; kernels clear

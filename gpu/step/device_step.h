@@ -58,7 +58,9 @@ class DeviceStep {
   absl::StatusOr<bool> Prepare();
   // In between, at most once: opens the gate with the rows' tokens as a message has them, which
   // nobody has looked at. They count as on the device only once RunPrepared has answered the rows.
-  void BeginPrepared(std::span<const attention::RowTokens> rows);
+  // False: the step needs more than the message has, or has not been launched; RunPrepared does
+  // that.
+  bool BeginPrepared(std::span<const attention::RowTokens> rows);
   absl::Status RunPrepared();
 
   // Numbers of the rows that were not answered, ascending.

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // DeviceStep: a step that is prepared before its queries are there.
+#include <glog/logging.h>
+
 #include <cstddef>
 #include <optional>
 #include <span>
 #include <utility>
 
 #include "common/status.h"
-#include "glog/logging.h"
 #include "gpu/step/describe_row.h"
 #include "gpu/step/device_step.h"
 
@@ -43,13 +44,14 @@ absl::StatusOr<bool> DeviceStep::Prepare() {
   return true;
 }
 
-void DeviceStep::BeginPrepared(std::span<const attention::RowTokens> rows) {
+bool DeviceStep::BeginPrepared(std::span<const attention::RowTokens> rows) {
   CHECK_EQ(rows.size(), rows_.size());
   CHECK(launched_ != Launched::kBegun) << "begun twice";
-  if (launched_ == Launched::kNot || !writer_.UploadsAppended()) return;
+  if (launched_ == Launched::kNot || !writer_.UploadsAppended()) return false;
   writer_.WriteTokensOf(rows, context_->input());
   context_->OpenGate();
   launched_ = Launched::kBegun;
+  return true;
 }
 
 absl::StatusOr<bool> DeviceStep::PrepareRow(uint32_t number) {

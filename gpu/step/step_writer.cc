@@ -170,6 +170,7 @@ uint64_t StepWriter::Write(const WaveBuffers& buffers) {
   CHECK_EQ(CoopUnits(header_), counts_.coop_units);
   header_.answer_blocks = AnswerBlocks(header_);
   std::memcpy(input, &header_, sizeof(header_));
+  *At<uint32_t>(input, places.answer_blocks) = 0;
   *At<CacheClock>(input, places.cache_clock) = clock_;
   if (shape_.reads_files) *At<CarriedPages>(input, places.carried) = carried_;
   for (size_t i = 0; i < parts_.size(); ++i) {
@@ -296,7 +297,8 @@ void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers
   h.lse = At<float>(buffers.results, places.result.lse);
   h.lane_results = At<LaneResult>(buffers.results, places.result.lane_results);
   h.last_results = At<UnitResult>(buffers.results, places.result.unit_results);
-  h.signal = buffers.signal;
+  h.signal = {.answered = buffers.answered,
+              .blocks = At<uint32_t>(device_input, places.answer_blocks)};
 }
 
 // The part's segments, trees and tail blocks.

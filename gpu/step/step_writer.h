@@ -46,7 +46,7 @@ struct WaveBuffers {
   std::byte* results = nullptr;  // of the host, pinned: kernels write there
   std::byte* device_input = nullptr;
   std::byte* device_scratch = nullptr;
-  AnswerSignal signal{};
+  uint32_t* answered = nullptr;  // AnswerSignal's
 };
 
 // One thread at a time. Use: Begin; Plan and Add for each row; Write; read the wave's parts.
@@ -78,7 +78,7 @@ class StepWriter {
     clock_ = clock;
   }
   void SetCarried(const CarriedPages& carried) { carried_ = carried; }
-  // Byte offsets in the two buffers, and the bytes of each that the wave takes so far.
+  // Byte offsets in the three buffers, and the bytes of each that the wave takes so far.
   WavePlaces places() const { return PlacesOf(counts_, shape_, with_fates_); }
 
   // Fills the input (places().input_bytes), which the device will find at device_input, but for its
@@ -91,12 +91,12 @@ class StepWriter {
   void WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const;
   bool UploadsAppended() const;
   // In place of WriteTokens: queries of zeros, and no upload. Such a step takes its time, and
-  // writes to its stream's scratch memory alone.
+  // writes to its stream's own memory alone.
   void WriteNoTokens(std::byte* input) const;
   // After Write.
   const StepHeader& header() const { return header_; }
   const ResultPlaces& results() const { return results_; }
-  // The results that are copied back to results().copied and behind.
+  // What is copied back, to results().copied.
   const std::byte* device_results() const { return device_results_; }
   // Pages that a wave's results tell to be missing, some more than once, of which missing_max are
   // listed at most; none of a wave that reads no files.

@@ -25,15 +25,12 @@ absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* dev
   ATTND_ASSIGN_OR_RETURN(context->words_, device->AllocatePinned(sizeof(Words)));
   ATTND_ASSIGN_OR_RETURN(context->device_input_, device->Allocate(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->device_scratch_, device->Allocate(room.scratch_bytes));
-  ATTND_ASSIGN_OR_RETURN(context->answer_blocks_, device->Allocate(kCountBytes));
-  ATTND_RETURN_IF_ERROR(device->Clear(context->answer_blocks_, kCountBytes));
   ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream());
   return context;
 }
 
 StreamContext::~StreamContext() {
   stream_.reset();  // waits for its work, which uses the rest
-  device_->Free(answer_blocks_);
   device_->Free(device_scratch_);
   device_->Free(device_input_);
   device_->FreePinned(words_);
@@ -94,13 +91,13 @@ WaveBuffers StreamContext::buffers() const {
           .results = results_,
           .device_input = device_input_,
           .device_scratch = device_scratch_,
-          .signal = {.answered = Word(&Words::answered),
-                     .blocks = reinterpret_cast<uint32_t*>(answer_blocks_)}};
+          .answered = Word(&Words::answered)};
 }
 
 StepRun StreamContext::MakeRun(StepRun run) const {
   CHECK_LE(run.input_bytes, room_.input_bytes);
-  CHECK(run.results >= results_ && run.results + run.result_bytes <= results_ + room_.result_bytes);
+  CHECK(run.results >= results_ + run.written_bytes &&
+        run.results + run.result_bytes <= results_ + room_.result_bytes);
   CHECK(run.device_results >= device_scratch_ &&
         run.device_results + run.result_bytes <= device_scratch_ + room_.scratch_bytes);
   run.input = input_;

@@ -44,10 +44,9 @@ class StreamContext {
   Stream& stream() { return *stream_; }
   const WaveRoom& room() const { return room_; }
   TransferCounts* counts() const { return counts_; }
-  static constexpr uint64_t kCountBytes = 256;  // of AnswerSignal::blocks
   // Device memory that a context with this room takes.
   static uint64_t DeviceBytes(const WaveRoom& room) {
-    return room.input_bytes + room.scratch_bytes + kCountBytes;
+    return room.input_bytes + room.scratch_bytes;
   }
 
   // input, results: pinned host memory. device_input: device memory that the input buffer is copied
@@ -105,9 +104,8 @@ class StreamContext {
   std::byte* results_ = nullptr;
   std::byte* device_input_ = nullptr;
   std::byte* device_scratch_ = nullptr;
-  std::byte* words_ = nullptr;          // Words
-  std::byte* answer_blocks_ = nullptr;  // AnswerSignal::blocks, on the device
-  uint64_t sent_bytes_ = 0;             // of the input buffer that copies under way may still read
+  std::byte* words_ = nullptr;  // Words
+  uint64_t sent_bytes_ = 0;     // of the input buffer that copies under way may still read
   bool busy_ = false;
 };
 

@@ -26,7 +26,9 @@ namespace attnd::gpu {
 //
 // Two streams may upload the same tokens of a tail block at the same time: both write the same
 // bytes. Each reads the tokens only after its own upload, as a token counts as on the device only
-// when the work of a stream that uploaded it has ended.
+// when a step that uploaded it has been answered, or the work of a stream has ended. A step that
+// has begun before its tokens were checked may bring others, but only to places that nobody reads
+// yet.
 class Uploader {
  public:
   Uploader(DeviceCopyStore* store, StreamContext* context) : store_(store), context_(context) {}
@@ -65,8 +67,8 @@ class Uploader {
   absl::Status SendTokens(std::byte* to, const attention::TailBlock& block, const ModelShape& shape,
                           uint32_t layer, uint32_t tokens);
 
-  // To be called after the stream's work has ended: notes that the tokens uploaded since the last
-  // call are on the device.
+  // To be called after the step has answered, or the stream's work has ended: notes that the tokens
+  // uploaded since the last call are on the device.
   void SetArrived();
   // ForgetSince drops the arrivals that were noted since Mark() returned `mark`: the step that was
   // to upload them will not be run, so SetArrived must not count their tokens as on the device.

@@ -2,7 +2,8 @@
 //
 // How a wave uses a stream's memory. A wave has two buffers on the device. The input buffer has the
 // header, the references, queries and new tokens, and is copied to the device at once. The scratch
-// buffer belongs to the kernels; the results at its end are copied back at once.
+// buffer belongs to the kernels. Results are written by kernels to a buffer of the host's; some, at
+// the scratch buffer's end, are copied there.
 #ifndef ATTND_GPU_STEP_WAVE_MEMORY_H_
 #define ATTND_GPU_STEP_WAVE_MEMORY_H_
 
@@ -18,7 +19,7 @@ namespace attnd::gpu {
 struct WaveRoom {
   uint64_t input_bytes = 0;
   uint64_t scratch_bytes = 0;
-  uint64_t result_bytes = 0;  // pinned host memory for what is copied back
+  uint64_t result_bytes = 0;  // pinned host memory
 };
 
 // Counts of a wave, or the counts that a part of a row adds to them; the greatest number stands for
@@ -51,8 +52,8 @@ struct ResultPlaces {
 
 // Byte offsets of everything in the two buffers.
 struct WavePlaces {
-  uint64_t cache_clock, carried, rows, segments, trees, tail_blocks, upload_refs, coop_units,
-      queries, upload_data, input_bytes;
+  uint64_t answer_blocks, cache_clock, carried, rows, segments, trees, tail_blocks, upload_refs,
+      coop_units, queries, upload_data, input_bytes;
   uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
       chosen_pieces, cursors, tree_words, tree_queries, tree_states, tree_partials, missing,
       unit_results, copied, scratch_bytes;

@@ -6,12 +6,10 @@
 // places while steps run; or the message does, and the step is given up.
 #include <gtest/gtest.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "gpu/prepared_step.h"

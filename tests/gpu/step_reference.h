@@ -29,9 +29,9 @@ struct OneMore {
   uint32_t opened = kNoUnit;
 };
 
-// Puts the uploads in place, fills out, lse, lane_results, unit_results and fates, and the list of
-// missing pages. Every address in the header can be read here. known: what is remembered of pages
-// of files, or null. Empty, or what is wrong with these pages.
+// Puts the uploads in place, fills out, lse, lane_results, unit_results, last_results and fates,
+// and the list of missing pages. Every address in the header can be read here. known: what is
+// remembered of pages of files, or null. Empty, or what is wrong with these pages.
 std::string RunStepReference(const KernelShape& shape, const StepHeader& header,
                              const OneMore& one_more = {}, KnownPages* known = nullptr);
 

@@ -19,7 +19,6 @@ __device__ __forceinline__ void NoteAnswered(const StepHeader& step) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   if (atomicAdd(step.signal.blocks, 1u) + 1 != step.answer_blocks) return;
-  *step.signal.blocks = 0;  // for the next step
   FenceForHost();
   SetHostWord(step.signal.answered);
 }

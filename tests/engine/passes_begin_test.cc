@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Goal: the backend is told each row's own tokens before a layer of a pass is looked at, and only
+// where it may have them. Method: a backend that prepares every step, computes nothing ahead, and
+// remembers what it is told.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "tests/engine/forwarding_backend.h"
+#include "tests/engine/passes_support.h"
+
+namespace attnd::engine::test {
+namespace {
+
+using absl::StatusCode;
+using Bytes = std::vector<std::byte>;
+
+// What was told of one row; nothing of keys and values that are not told.
+struct Told {
+  Bytes queries, keys, values;
+  bool operator==(const Told&) const = default;
+};
+
+class TellingBackend : public ForwardingBackend {
+ public:
+  // Of the steps that have begun.
+  std::vector<std::vector<Told>> begun;
+
+  std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request) override {
+    return std::make_unique<Prepared>(this, request);
+  }
+
+ private:
+  class Prepared : public attention::PreparedStep {
+   public:
+    Prepared(TellingBackend* backend, const attention::StepRequest& request)
+        : backend_(backend), rows_(request.rows.begin(), request.rows.end()) {}
+    void GiveUp() override {}
+    void Begin(std::span<const attention::RowTokens> tokens) override {
+      ASSERT_EQ(tokens.size(), rows_.size());
+      std::vector<Told>& told = backend_->begun.emplace_back();
+      for (size_t i = 0; i < rows_.size(); ++i) {
+        const ModelShape& shape = rows_[i].view->shape;
+        const size_t n = rows_[i].query_tokens, bytes = DTypeBytes(shape.dtype);
+        const auto copy = [](const std::byte* from, size_t size) {
+          return from == nullptr ? Bytes() : Bytes(from, from + size);
+        };
+        told.push_back({copy(tokens[i].queries, n * shape.query_heads * shape.head_dim *
+                                                    DTypeBytes(rows_[i].query_dtype)),
+                        copy(tokens[i].keys, n * shape.kv_heads * shape.head_dim * bytes),
+                        copy(tokens[i].values, n * shape.kv_heads * shape.value_dim * bytes)});
+      }
+    }
+
+   private:
+    TellingBackend* const backend_;
+    const std::vector<attention::StepRow> rows_;
+  };
+};
+
+Told Of(const Row& row) {
+  const auto bytes = [](const Numbers& numbers) {
+    const TensorView view = numbers.view();
+    return Bytes(view.data, view.data + view.elements * DTypeBytes(view.dtype));
+  };
+  if (row.query_only) return {bytes(row.q), {}, {}};
+  return {bytes(row.q), bytes(row.kv.k), bytes(row.kv.v)};
+}
+
+class PassesBegin : public testing::Test {
+ protected:
+  // A pass over these rows of each layer, each but the first prepared.
+  std::vector<Answer> Run(const Layers& layers) {
+    std::vector<Answer> answers;
+    const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    for (const auto& message : layers) {
+      answers.push_back(StepOf(pass.get(), *message));
+      if (pass->layer() < layers.size()) pass->PrepareNextLayer();
+    }
+    pass->ForgetNextLayer();
+    return answers;
+  }
+
+  Random random_{TestSeed()};
+  const testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(TestSeed())};
+  TellingBackend* telling_ = new TellingBackend;
+  std::unique_ptr<Engine> engine_ = *Engine::Create(
+      SmallOptions(), std::unique_ptr<attention::Backend>(telling_), /*observer=*/nullptr);
+  const ModelShape shape_ = MakeShape(3, 4, 2, 32, 16, DType::kBf16);
+  TestSequence first_ = OpenSequence(engine_.get(), shape_);
+  TestSequence reader_ = OpenSequence(engine_.get(), shape_);
+  TestSequence last_ = OpenSequence(engine_.get(), shape_);
+};
+
+// Rows of several tokens, and one in their middle that appends none.
+TEST_F(PassesBegin, WithEachRowsTokens) {
+  Generate(&reader_, 5, &random_);
+  Layers layers;
+  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    layers.push_back(std::make_unique<Message>(
+        layer, std::vector<Row>{NextRow(&first_, layer, 2, &random_),
+                                QueryOnlyRow(&reader_, layer, 3, &random_),
+                                NextRow(&last_, layer, 1, &random_)}));
+  }
+  telling_->begun.clear();
+  for (const Answer& answer : Run(layers)) ASSERT_TRUE(answer.status.ok()) << answer.status;
+  ASSERT_EQ(telling_->begun.size(), 2u) << "but for the first layer";
+  for (uint32_t layer = 1; layer < shape_.layers; ++layer) {
+    const std::vector<Told>& told = telling_->begun[layer - 1];
+    ASSERT_EQ(told.size(), 3u);
+    for (size_t row = 0; row < 3; ++row) {
+      EXPECT_EQ(told[row], Of(layers[layer]->rows[row])) << "layer " << layer << ", row " << row;
+    }
+  }
+}
+
+// What others may read, and bring to a device, is not replaced by what may be other tokens.
+TEST_F(PassesBegin, NotWithTokensThatAreThere) {
+  const Layers layers = NextPass({&first_, &last_}, 1, &random_);
+  Run(layers);
+  EXPECT_EQ(telling_->begun.size(), 2u);
+  telling_->begun.clear();
+  for (const Answer& answer : Run(layers)) EXPECT_TRUE(answer.row_status(1).ok());
+  EXPECT_TRUE(telling_->begun.empty());
+}
+
+// A row that is refused has begun, and is out of the layers behind.
+TEST_F(PassesBegin, WithoutRowsThatAreRefused) {
+  Layers layers = NextPass({&first_, &last_}, 1, &random_);
+  std::vector<Row> rows = layers[1]->rows;
+  rows[0].q.Set(0, std::nanf(""));
+  layers[1] = std::make_unique<Message>(1, rows);
+  const std::vector<Answer> answers = Run(layers);
+  EXPECT_EQ(answers[1].row_status(0).code(), StatusCode::kInvalidArgument);
+  EXPECT_TRUE(answers[2].row_status(1).ok());
+  ASSERT_EQ(telling_->begun.size(), 2u);
+  EXPECT_EQ(telling_->begun[0].size(), 2u);
+  ASSERT_EQ(telling_->begun[1].size(), 1u);
+  EXPECT_EQ(telling_->begun[1][0], Of(layers[2]->rows[1]));
+}
+
+// Tensors of another type or extent than the layer before had are looked at first.
+TEST_F(PassesBegin, NotWithOtherTensors) {
+  Layers layers = NextPass({&first_}, 1, &random_);
+  layers[1]->args.q.dtype = DType::kBf16;
+  layers[2]->args.q_heads *= 2;
+  Run(layers);
+  EXPECT_TRUE(telling_->begun.empty());
+}
+
+}  // namespace
+}  // namespace attnd::engine::test
