@@ -19,8 +19,8 @@
 
 namespace attnd::bench {
 
-// Of the last step. One step at a time. A step behind a gate counts as given when the host begins to
-// wait for it: its gate has been opened before, by the time that checks beside it took.
+// Of the last step. One step at a time. A step behind a gate counts as given when the host begins
+// to wait for it: its gate has been opened before, by the time that checks beside it took.
 struct DeviceTimes {
   std::chrono::steady_clock::time_point given, answered;
 };

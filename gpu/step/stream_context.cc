@@ -138,9 +138,12 @@ void StreamContext::OpenGate() {
 
 absl::Status StreamContext::AwaitStep(const StepRun& run) {
   CHECK(busy_) << "no step is under way";
+  uint32_t* const answered = Word(&Words::answered);
   // Copies and events come behind the kernels.
-  if (run.timed || run.result_bytes > 0) return Synchronize();
-  return stream_->AwaitAnswer(Word(&Words::answered));
+  const bool ends_with_kernels = !run.timed && run.result_bytes == 0;
+  ATTND_RETURN_IF_ERROR(ends_with_kernels ? stream_->AwaitAnswer(answered) : Synchronize());
+  if (std::atomic_ref(*answered).load(std::memory_order_acquire) == 1) return absl::OkStatus();
+  return absl::InternalError("a step has ended, and has not said so");
 }
 
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes, uint64_t at) {
