@@ -68,6 +68,9 @@ class EngineImpl::PassImpl final : public Pass {
     if (spent_ != nullptr) BeginPrepared(args);
     absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
     expected_ = batch.TakeExpectedRows();
+    // No row is left, so the backend was not asked; but it may have begun, and the rows' places are
+    // free from here on.
+    if (spent_ != nullptr && expected_.rows.empty()) spent_->GiveUp();
     if (!status.ok()) {
       GiveUp();
       return status;
@@ -150,8 +153,8 @@ class EngineImpl::PassImpl final : public Pass {
   }
 
   // The device begins before the tokens are checked and appended, which goes on beside it. Not
-  // where a row repeats tokens: others may read these meanwhile, and may be bringing them to the
-  // device.
+  // where a row repeats tokens, or brings them where others were given up: somebody may read those
+  // meanwhile, and may be bringing them to the device.
   void BeginPrepared(const DecodeArgs& args) {
     for (size_t i = 0; i < expected_.rows.size(); ++i) {
       const attention::StepRow& row = expected_.rows[i];

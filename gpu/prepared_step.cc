@@ -54,7 +54,7 @@ bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
   }
   for (size_t row = 0; row < rows_.size(); ++row) {
     if (!AreSame(request.rows[row], rows_[row])) return false;
-    const std::byte* const begun_with = rows_[row].queries;
+    const std::byte* const begun_with = rows_[row].queries;  // of the same message as k and v
     if (begun_with != nullptr && request.rows[row].queries != begun_with) return false;
   }
   return true;

@@ -20,7 +20,8 @@
 namespace attnd::bench {
 
 // Of the last step. One step at a time. A step behind a gate counts as given when the host begins
-// to wait for it: its gate has been opened before, by the time that checks beside it took.
+// to wait for it. Its gate was opened earlier, by what the checks beside it took: the time from
+// `given` to `answered` is less than the device's.
 struct DeviceTimes {
   std::chrono::steady_clock::time_point given, answered;
 };

@@ -155,7 +155,8 @@ class Sequence {
   // is then unchanged. One of the two calls below ends the pass, before ReleaseWriter.
   absl::Status BeginPass(WriterId writer, uint64_t position, uint64_t tokens);
   void CompletePass(WriterId writer);
-  // Whether `position` is the layer's next one, so that nobody has what comes there.
+  // Whether `position` is the layer's next one, and nothing has been given up there, which others
+  // may still read: so that nobody has what comes there.
   bool IsNext(uint32_t layer, uint64_t position);
   // Of a pass: asks the processor for the memory that tokens of the layer go to.
   void WarmTail(uint32_t layer, uint64_t position, uint64_t tokens);

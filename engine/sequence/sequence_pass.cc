@@ -40,7 +40,7 @@ void Sequence::CompletePass(WriterId writer) {
 
 bool Sequence::IsNext(uint32_t layer, uint64_t position) {
   MutexLock lock(mutex_);
-  return layer_tokens_[layer] == position;
+  return layer_tokens_[layer] == position && layer_written_[layer] == position;
 }
 
 void Sequence::WarmTail(uint32_t layer, uint64_t position, uint64_t tokens) {

@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <memory>
@@ -21,6 +20,7 @@
 #include "gpu/cuda/empty_kernel.h"
 #include "gpu/cuda/event.h"
 #include "gpu/cuda/gated_copy.h"
+#include "gpu/cuda/host_word.h"
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/step/step_graphs.h"
 #include "gpu/cuda/step/step_kernels.h"
@@ -43,8 +43,6 @@ static_assert(cuda::kIndexTailBlockTokens == attention::kTailBlockTokens);
 
 // The least compute capability that the kernels run on: asynchronous copies, bf16 products.
 constexpr int kCapabilityMin = 80;
-// How long a step's answer is looked for before the host waits for the stream.
-constexpr std::chrono::milliseconds kAnswerLook{2};
 // What the largest kernels ask of a thread block's shared memory (leaves of head_dim 256: a group's
 // points; attention of head_dim 256 takes 192 KiB). Devices with less (compute capability 8.0, 8.6,
 // 8.9, 12.0) need smaller ones: those that pass have 9.0 or 10.0.
@@ -180,14 +178,9 @@ class CudaStream : public Stream {
     return CudaStatus(cudaStreamSynchronize(main_), "running on the GPU");
   }
 
+  // A step that takes longer gains nothing by looking, and one that fails never answers.
   absl::Status AwaitAnswer(uint32_t* answered) override {
-    const std::atomic_ref word(*answered);
-    const auto look_until = std::chrono::steady_clock::now() + kAnswerLook;
-    while (word.load(std::memory_order_acquire) == 0) {
-      // A step that takes longer gains nothing by it; and one that fails never answers.
-      if (std::chrono::steady_clock::now() > look_until) return Synchronize();
-    }
-    return absl::OkStatus();
+    return LookForWord(answered, kAnswerLook) ? absl::OkStatus() : Synchronize();
   }
 
   absl::StatusOr<std::chrono::nanoseconds> RunEmpty() override {

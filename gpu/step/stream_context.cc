@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "absl/strings/str_cat.h"
 #include "common/status.h"
 
 namespace attnd::gpu {
@@ -143,7 +144,8 @@ absl::Status StreamContext::AwaitStep(const StepRun& run) {
   const bool ends_with_kernels = !run.timed && run.result_bytes == 0;
   ATTND_RETURN_IF_ERROR(ends_with_kernels ? stream_->AwaitAnswer(answered) : Synchronize());
   if (std::atomic_ref(*answered).load(std::memory_order_acquire) == 1) return absl::OkStatus();
-  return absl::InternalError("a step has ended, and has not said so");
+  return absl::InternalError(absl::StrCat("a step has ended, and its ", run.header.answer_blocks,
+                                          " blocks have not said so"));
 }
 
 absl::Status StreamContext::Fetch(const std::byte* from, uint64_t bytes, uint64_t at) {

@@ -50,7 +50,7 @@ struct ResultPlaces {
   uint64_t missing_bytes = 0;  // of all of the list
 };
 
-// Byte offsets of everything in the two buffers.
+// Byte offsets of everything in the three buffers.
 struct WavePlaces {
   uint64_t answer_blocks, cache_clock, carried, rows, segments, trees, tail_blocks, upload_refs,
       coop_units, queries, upload_data, input_bytes;

@@ -33,6 +33,7 @@ class TellingBackend : public ForwardingBackend {
  public:
   // Of the steps that have begun.
   std::vector<std::vector<Told>> begun;
+  int given_up = 0;
 
   std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request) override {
     return std::make_unique<Prepared>(this, request);
@@ -43,7 +44,7 @@ class TellingBackend : public ForwardingBackend {
    public:
     Prepared(TellingBackend* backend, const attention::StepRequest& request)
         : backend_(backend), rows_(request.rows.begin(), request.rows.end()) {}
-    void GiveUp() override {}
+    void GiveUp() override { ++backend_->given_up; }
     void Begin(std::span<const attention::RowTokens> tokens) override {
       ASSERT_EQ(tokens.size(), rows_.size());
       std::vector<Told>& told = backend_->begun.emplace_back();
@@ -130,6 +131,35 @@ TEST_F(PassesBegin, NotWithTokensThatAreThere) {
   telling_->begun.clear();
   for (const Answer& answer : Run(layers)) EXPECT_TRUE(answer.row_status(1).ok());
   EXPECT_TRUE(telling_->begun.empty());
+}
+
+// Nor where a pass that was given up has left some: a view of them may still be read.
+TEST_F(PassesBegin, NotWhereTokensWereGivenUp) {
+  Layers layers = NextPass({&first_}, 1, &random_);
+  {
+    const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    for (int layer = 0; layer < 2; ++layer) StepOf(pass.get(), *layers[layer]);
+    pass->ForgetNextLayer();
+  }
+  layers[1] = std::make_unique<Message>(1, std::vector<Row>{NextRow(&first_, 1, 1, &random_)});
+  telling_->begun.clear();
+  for (const Answer& answer : Run(layers)) EXPECT_TRUE(answer.row_status(0).ok());
+  ASSERT_EQ(telling_->begun.size(), 1u);
+  EXPECT_EQ(telling_->begun[0][0], Of(layers[2]->rows[0]));
+}
+
+// A step of which no row is left is given up before its answer: others may append in their places.
+TEST_F(PassesBegin, WhatNoRowIsLeftOfIsGivenUp) {
+  Layers layers = NextPass({&first_}, 1, &random_);
+  std::vector<Row> rows = layers[1]->rows;
+  rows[0].q.Set(0, std::nanf(""));
+  layers[1] = std::make_unique<Message>(1, rows);
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  StepOf(pass.get(), *layers[0]);
+  ASSERT_TRUE(pass->PrepareNextLayer());
+  EXPECT_EQ(StepOf(pass.get(), *layers[1]).row_status(0).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(telling_->begun.size(), 1u);
+  EXPECT_EQ(telling_->given_up, 1);
 }
 
 // A row that is refused has begun, and is out of the layers behind.

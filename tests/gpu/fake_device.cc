@@ -208,10 +208,6 @@ bool FakeControl::Owns(const void* address, uint64_t bytes) const {
   return Inside(memory_, address, bytes);
 }
 
-bool FakeControl::Pins(const void* address, uint64_t bytes) const {
-  return Inside(pinned_, address, bytes);
-}
-
 // Work is kept until Synchronize, or AwaitAnswer.
 class FakeStream : public Stream {
  public:
@@ -360,7 +356,7 @@ class FakeStream : public Stream {
                      [this](const void* address, uint64_t bytes)
                          ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Maps(address, bytes); },
                      [this](const void* address, uint64_t bytes) ABSL_NO_THREAD_SAFETY_ANALYSIS {
-                       return control_->Pins(address, bytes);
+                       return Inside(control_->pinned_, address, bytes);
                      }}),
           "");
       control_->CheckNumbers(header);

@@ -78,8 +78,6 @@ class FakeControl {
   void AwaitMaps() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether [address, + bytes) is the device's.
   bool Owns(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Whether it is pinned memory of the host's.
-  bool Pins(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Expects that a number names one page of one layer for ever: a cache would give other bytes.
   void CheckNumbers(const StepHeader& header) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The stream uses the cache until it has been synchronised; expects that no other does.

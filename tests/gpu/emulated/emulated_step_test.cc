@@ -130,7 +130,7 @@ TEST(EmulatedTies, AreCutInOrder) {
 // leaves its memory, and it ends. What it answers is nothing.
 TEST(EmulatedNumbers, AnyAreHarmless) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  const float kinds[] = {std::nanf(""), kInfinity, -kInfinity, 3e38f};
+  const float kinds[] = {std::nanf(""), kInfinity, 3e38f};
   std::vector<Policy> of_trees = OfTrees();
   of_trees.push_back(Parse("error-target", {{"tolerance", "0.1"}, {"quantile", "0.95"}}));
   for (const bool tree : {false, true}) {
@@ -153,6 +153,13 @@ TEST(EmulatedNumbers, AnyAreHarmless) {
         std::vector<TestRow> rows =
             RowsOf(&sequence, /*layer=*/0, tree ? of_trees : OfClusters(), 1);
         RunStep(emulated.get(), 0, rows);
+        // What a refused message leaves behind the last token is not read.
+        for (TestRow& row : rows) {
+          row.query_only = true;
+          row.past_tokens = spec.tokens() - 1;
+        }
+        EXPECT_TRUE(
+            Agree(RunStep(emulated.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
         for (TestRow& row : rows) {
           for (size_t i = 0; i < row.queries.size(); i += 1 + i % 7) row.queries[i] = kind;
         }
