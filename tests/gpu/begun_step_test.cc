@@ -95,7 +95,7 @@ TEST_P(BegunSteps, ManyTokensComeInTheirOrder) {
   for (const uint32_t tokens : {2u, 5u, 9u}) {
     SCOPED_TRACE(tokens);
     const FakeBackend fake = MakeFakeBackend(PreparingOptions());
-    TestSequence sequence = MakeHistory(0, GetParam(), /*tail=*/110);  // three in its last block
+    TestSequence sequence = MakeHistory(0, GetParam(), /*tail=*/110);  // two in its last block
     const uint64_t past = sequence.spec.tokens() - tokens;
     const auto row = [&](uint64_t past_tokens, uint32_t query_tokens) {
       return MakeRow(&sequence, Parse("error-target"), past_tokens, query_tokens,
