@@ -68,9 +68,6 @@ class EngineImpl::PassImpl final : public Pass {
     if (spent_ != nullptr) BeginPrepared(args);
     absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
     expected_ = batch.TakeExpectedRows();
-    // No row is left, so the backend was not asked; but it may have begun, and the rows' places are
-    // free from here on.
-    if (spent_ != nullptr && expected_.rows.empty()) spent_->GiveUp();
     if (!status.ok()) {
       GiveUp();
       return status;

@@ -330,7 +330,11 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
     step_rows_[i].out = buffers.out.data() + slot * result_->value_dim;
     step_rows_[i].lse = buffers.lse.data() + slot;
   }
-  if (step_rows_.empty()) return absl::OkStatus();
+  if (step_rows_.empty()) {
+    // The backend is not asked; but it may have begun, and the rows' places are free from here on.
+    if (prepared != nullptr) prepared->GiveUp();
+    return absl::OkStatus();
+  }
   attention::StepRequest request;
   request.layer = args_.layer;
   request.rows = step_rows_;

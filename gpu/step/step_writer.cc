@@ -181,37 +181,37 @@ uint64_t StepWriter::Write(const WaveBuffers& buffers) {
   return places.input_bytes;
 }
 
-void StepWriter::WriteTokens(std::byte* input) const {
-  const WavePlaces places = this->places();
-  const uint64_t token_bytes = QueryBytes(shape_);
-  for (const RowPart& part : parts_) {
-    std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
-                part.row->queries + part.first_token * token_bytes, part.tokens * token_bytes);
-  }
-  std::byte* to = input + places.upload_data;
-  for (const RowMemory& memory : memories_) {
-    for (const Upload& upload : memory.uploads) {
-      std::memcpy(to, upload.from, upload.bytes);
-      to += upload.bytes;
-    }
-  }
-}
-
-void StepWriter::WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const {
+template <typename QueriesOf, typename CopyUpload>
+void StepWriter::WriteTokensBy(QueriesOf queries_of, CopyUpload copy, std::byte* input) const {
   const WavePlaces places = this->places();
   const uint64_t token_bytes = QueryBytes(shape_);
   std::byte* to = input + places.upload_data;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const RowPart& part = parts_[i];
-    const attention::RowTokens& tokens = rows[part.number];
-    CHECK_EQ(part.tokens, part.row->query_tokens);
-    std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes, tokens.queries,
-                part.tokens * token_bytes);
+    std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
+                queries_of(part) + part.first_token * token_bytes, part.tokens * token_bytes);
     for (const Upload& upload : memories_[i].uploads) {
-      CopyAppended(*part.row, tokens, upload, to);
+      copy(part, upload, to);
       to += upload.bytes;
     }
   }
+}
+
+void StepWriter::WriteTokens(std::byte* input) const {
+  WriteTokensBy([](const RowPart& part) { return part.row->queries; },
+                [](const RowPart&, const Upload& upload, std::byte* to) {
+                  std::memcpy(to, upload.from, upload.bytes);
+                },
+                input);
+}
+
+void StepWriter::WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const {
+  for (const RowPart& part : parts_) CHECK_EQ(part.tokens, part.row->query_tokens);
+  WriteTokensBy([&](const RowPart& part) { return rows[part.number].queries; },
+                [&](const RowPart& part, const Upload& upload, std::byte* to) {
+                  CopyAppended(*part.row, rows[part.number], upload, to);
+                },
+                input);
 }
 
 bool StepWriter::UploadsAppended() const {

@@ -111,6 +111,9 @@ class StepWriter {
   const WaveShape& shape() const { return shape_; }
 
  private:
+  // queries_of(part): its row's. copy(part, upload, to): an upload's bytes.
+  template <typename QueriesOf, typename CopyUpload>
+  void WriteTokensBy(QueriesOf queries_of, CopyUpload copy, std::byte* input) const;
   // Fills the header's numbers, and the addresses that follow from `places`.
   void FillHeader(const WavePlaces& places, const WaveBuffers& buffers);
   // Lists the units that cooperative groups answer, and fills the header's counts of these units.

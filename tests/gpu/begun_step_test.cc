@@ -71,13 +71,8 @@ TEST_P(BegunSteps, BitsAreThoseOfAStep) {
 
 // The tokens are the message's: the sequence has none of them before the step is answered.
 TEST_P(BegunSteps, TokensAreTheMessages) {
-  TestSequence sequence = MakeHistory(0, GetParam());
-  LateToken late(sequence);
-  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
-  Bring(fake, &sequence);
-  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
-                                     LastToken(&sequence, "dense")};
-  late.TakeAway();
+  LateRows step(GetParam());
+  auto& [fake, sequence, late, rows] = step;
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
   const StepResult found =

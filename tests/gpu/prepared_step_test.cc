@@ -63,13 +63,8 @@ TEST_P(PreparedSteps, BitsAreThoseOfAStep) {
 }
 
 TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
-  TestSequence sequence = MakeHistory(0, GetParam());
-  LateToken late(sequence);
-  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
-  Bring(fake, &sequence);
-  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
-                                     LastToken(&sequence, "dense")};
-  late.TakeAway();
+  LateRows step(GetParam());
+  auto& [fake, sequence, late, rows] = step;
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
   EXPECT_EQ(fake.control->steps_behind_gates(), 1u);
@@ -81,13 +76,8 @@ TEST_P(PreparedSteps, TokensComeAfterThePreparation) {
 
 // A step in vain sends nothing: what another step has brought meanwhile stays.
 TEST_P(PreparedSteps, WhatIsGivenUpLeavesNoTrace) {
-  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
-  TestSequence sequence = MakeHistory(0, GetParam());
-  LateToken late(sequence);
-  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target"),
-                                     LastToken(&sequence, "dense")};
-  Bring(fake, &sequence);
-  late.TakeAway();
+  LateRows step(GetParam());
+  auto& [fake, sequence, late, rows] = step;
   auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
   late.PutBack();

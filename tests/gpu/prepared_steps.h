@@ -88,6 +88,23 @@ class LateToken {
   std::vector<Bytes> kept_;
 };
 
+// Two rows that append a sequence's last token, which neither its tail nor the device has.
+struct LateRows {
+  explicit LateRows(const attention::IndexSet& indexes)
+      : sequence(MakeHistory(0, indexes)), late(sequence) {
+    Bring(fake, &sequence);
+    late.TakeAway();
+  }
+  LateRows(const LateRows&) = delete;
+  LateRows& operator=(const LateRows&) = delete;
+
+  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
+  attention::test::TestSequence sequence;
+  LateToken late;
+  const std::vector<attention::test::TestRow> rows = {LastToken(&sequence, "error-target"),
+                                                      LastToken(&sequence, "dense")};
+};
+
 inline void ExpectSameRows(const attention::test::StepResult& found,
                            const attention::test::StepResult& expected) {
   ASSERT_TRUE(found.status.ok()) << found.status;
