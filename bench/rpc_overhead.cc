@@ -174,6 +174,9 @@ class TimedEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override { pass_->WarmNextLayer(); }
+    void ExpectFirstLayer(const engine::DecodeArgs& like) override {
+      pass_->ExpectFirstLayer(like);
+    }
     bool PrepareNextLayer() override { return pass_->PrepareNextLayer(); }
     void ForgetNextLayer() override { pass_->ForgetNextLayer(); }
 

@@ -82,6 +82,15 @@ class EngineImpl::PassImpl final : public Pass {
     return status;
   }
 
+  void ExpectFirstLayer(const DecodeArgs& like) override {
+    CHECK_EQ(layer_, 0u) << "a first layer is expected before the pass's first step";
+    try {
+      expected_ = ExpectLayer(like);
+    } catch (const std::bad_alloc&) {  // nothing is got ready
+      expected_ = {};
+    }
+  }
+
   bool PrepareNextLayer() override {
     spent_.reset();
     if (layer_ == layers_ || expected_.rows.empty()) return false;
@@ -147,6 +156,21 @@ class EngineImpl::PassImpl final : public Pass {
     ATTND_RETURN_IF_ERROR(sequence->BeginPass(writer_, row.position, row.query_tokens));
     state.sequence = called.shared;
     return absl::OkStatus();
+  }
+
+  // Nothing if a row that has not left the pass is gone.
+  DecodeBatch::ExpectedRows ExpectLayer(const DecodeArgs& like) const {
+    DecodeArgs args = like;
+    args.layer = layer_;
+    args.rows = rows_;
+    std::vector<std::shared_ptr<Sequence>> sequences(rows_.size());
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      if (!state_[i].status.ok()) continue;
+      auto called = Find(rows_[i]);
+      if (!called.ok()) return {};
+      sequences[i] = called->shared;
+    }
+    return DecodeBatch::Expect(args, sequences);
   }
 
   // The device begins before the tokens are checked and appended, which goes on beside it. Not

@@ -38,8 +38,12 @@ class Pass {
   virtual absl::Status Step(const DecodeArgs& args, AnswerMemory memory, DecodeResult* result) = 0;
 
   // What can be done for the next layer in the time that the model takes for its queries. After
-  // each step one of PrepareNextLayer and ForgetNextLayer is called, soon: until then the pass
-  // keeps the sequences of its rows.
+  // each step, and after ExpectFirstLayer, one of PrepareNextLayer and ForgetNextLayer is called,
+  // soon: until then the pass keeps the sequences of its rows.
+
+  // Before the first step: what its tensors will be like, whose data nobody reads yet. Without it
+  // PrepareNextLayer has nothing to get ready there.
+  virtual void ExpectFirstLayer(const DecodeArgs& like) = 0;
 
   // Asks the processor for the memory that the next layer's tokens go to, which nothing has touched
   // since the token before.

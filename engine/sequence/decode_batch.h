@@ -94,12 +94,23 @@ class DecodeBatch {
     DecodeArgs args;  // what the batch's tensors were like; they are gone
   };
   ExpectedRows TakeExpectedRows();
+  // Those of a layer of a pass that has been declared, of which no batch has run; none if tokens
+  // are there already that they would append. args: what the layer's tensors will be like;
+  // sequences: of its rows, null of those that have left the pass.
+  static ExpectedRows Expect(const DecodeArgs& args,
+                             std::span<const std::shared_ptr<Sequence>> sequences);
   // The rows' tokens in the tensors of another layer, which nobody has looked at; empty if these
   // are not like the batch's.
   static std::vector<attention::RowTokens> TokensOf(const ExpectedRows& expected,
                                                     const DecodeArgs& args);
 
  private:
+  // How many tokens the rows have, and where each row's start.
+  struct Places {
+    std::vector<Place> of_rows;
+    uint64_t query_tokens = 0, new_tokens = 0;
+  };
+  static Places PlacesOf(std::span<const DecodeRow> rows);
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
   absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
@@ -119,6 +130,10 @@ class DecodeBatch {
   absl::StatusOr<AnswerBuffers> TakeMemory(AnswerMemory memory) const;
   // Appends the row's tokens, if it has any, and returns what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
+  // Without what a message brings and gets.
+  static attention::StepRow StepRowOf(const DecodeRow& row, const Sequence& sequence,
+                                      std::shared_ptr<const attention::SequenceView> view,
+                                      DType query_dtype);
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
   void ClearFaulty();
   void ClearAnswer(const attention::StepRow& row);
@@ -135,10 +150,8 @@ class DecodeBatch {
   const Reservation* const declared_answer_ = nullptr;  // of a pass
   Reservation answer_;                    // the answer's bytes and those of the lists below
   std::unordered_set<uint64_t> checked_;  // sequences of the rows that CheckAlone let pass
-  std::vector<Place> places_;
+  Places places_;
   std::vector<float> key_magnitudes_;  // of the row that is being checked, by tail block
-  uint64_t query_tokens_ = 0;
-  uint64_t new_tokens_ = 0;
   std::vector<attention::StepRow> step_rows_;
   std::vector<size_t> step_row_numbers_;  // row of each step row
   std::vector<std::shared_ptr<Sequence>>

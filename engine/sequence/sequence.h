@@ -158,6 +158,9 @@ class Sequence {
   // Whether `position` is the layer's next one, and nothing has been given up there, which others
   // may still read: so that nobody has what comes there.
   bool IsNext(uint32_t layer, uint64_t position);
+  // What a step of a pass that has been declared will read, if its position is the layer's next one
+  // and nothing changes until then; null if it is not, or something was given up there.
+  std::shared_ptr<const attention::SequenceView> ExpectedView(uint32_t layer, uint64_t position);
   // Of a pass: asks the processor for the memory that tokens of the layer go to.
   void WarmTail(uint32_t layer, uint64_t position, uint64_t tokens);
   // What a declared pass takes, which its caller counts.
@@ -312,6 +315,7 @@ class Sequence {
   absl::Status CheckLength(uint64_t position, uint64_t tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::vector<DeclaredPass>::iterator PassOf(WriterId writer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool NothingIsAt(uint32_t layer, uint64_t position) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The end of the positions that passes have room for; 0 without passes.
   uint64_t PassesEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Replaces the tail's blocks in which passes wrote tokens and gave them up. ResourceExhausted.

@@ -40,7 +40,17 @@ void Sequence::CompletePass(WriterId writer) {
 
 bool Sequence::IsNext(uint32_t layer, uint64_t position) {
   MutexLock lock(mutex_);
+  return NothingIsAt(layer, position);
+}
+
+bool Sequence::NothingIsAt(uint32_t layer, uint64_t position) const {
   return layer_tokens_[layer] == position && layer_written_[layer] == position;
+}
+
+std::shared_ptr<const attention::SequenceView> Sequence::ExpectedView(uint32_t layer,
+                                                                      uint64_t position) {
+  MutexLock lock(mutex_);
+  return NothingIsAt(layer, position) ? View() : nullptr;
 }
 
 void Sequence::WarmTail(uint32_t layer, uint64_t position, uint64_t tokens) {

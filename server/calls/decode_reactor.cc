@@ -347,7 +347,7 @@ absl::Status DecodeReactor::RunMemoryPass() {
                                               .writer = writer_,
                                               .step = &step_,
                                               .options = &pass_options_,
-                                              .rings_are_prompt = &rings_are_prompt_,
+                                              .prompt_rings = &prompt_rings_,
                                               .cancelled = &cancelled_,
                                               .stopping = &stopping_},
                                              request_.begin_pass().memory()));

@@ -17,6 +17,7 @@
 #include "grpcpp/support/server_callback.h"
 #include "server/calls/decode_reply.h"
 #include "server/calls/handler.h"
+#include "server/calls/memory_pass.h"
 #include "server/calls/pass_stats.h"
 #include "server/calls/step_conversions.h"
 
@@ -120,7 +121,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   std::atomic<bool> cancelled_{false};
   // Set from any thread; a pass over memory looks at it between turns.
   std::atomic<bool> stopping_{false};
-  bool rings_are_prompt_ = true;  // the last one of a pass over memory; until one tells
+  MemoryPass::PromptRings prompt_rings_;  // of passes over memory
 
   // Belong to gRPC while reading or writing, to the step while stepping.
   grpc::ByteBuffer request_bytes_;  // of a message that has not been parsed

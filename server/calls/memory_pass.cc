@@ -180,6 +180,8 @@ absl::Status MemoryPass::Run(engine::DecodeResult* result) {
 }
 
 absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* result) {
+  pass->ExpectFirstLayer(stream_.step->args);
+  PrepareLayer(pass);
   while (pass->layer() < stream_.options->layers) {
     ATTND_RETURN_IF_ERROR(AwaitRing(pass));
     rung_ = true;
@@ -193,7 +195,7 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
 
 void MemoryPass::PrepareLayer(engine::Pass* pass) {
   const bool last = pass->layer() == stream_.options->layers;
-  prepared_ = !last && *stream_.rings_are_prompt && pass->PrepareNextLayer();
+  prepared_ = !last && *RingIsPrompt() && pass->PrepareNextLayer();
   if (!prepared_) pass->ForgetNextLayer();
   pass->WarmNextLayer();
   if (!last) BlankAnswer();
@@ -208,8 +210,7 @@ absl::Status MemoryPass::AwaitRing(engine::Pass* pass) {
     prepared_ = false;
   }
   ATTND_RETURN_IF_ERROR(AwaitRingUntil(Clock::now() + stream_.handlers->options->reply_timeout()));
-  // A first layer's ring tells nothing: a pass may be declared long before.
-  if (rung_) *stream_.rings_are_prompt = Clock::now() < prompt_until;
+  *RingIsPrompt() = Clock::now() < prompt_until;
   return absl::OkStatus();
 }
 

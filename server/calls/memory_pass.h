@@ -38,6 +38,13 @@ absl::Status CheckSpin(absl::string_view field, uint32_t spin_us);
 // One thread, which Run occupies: it waits for the client's turns.
 class MemoryPass {
  public:
+  // Whether a client's last rings came within a millisecond of when the server waited for them: a
+  // pass's first one, and one behind an answer.
+  struct PromptRings {
+    bool first = false;  // until one tells: a pass may be declared long before
+    bool later = true;
+  };
+
   // What the stream has made of the declaration. All of it outlives the MemoryPass.
   struct Stream {
     HandlerContext* handlers = nullptr;
@@ -45,7 +52,7 @@ class MemoryPass {
     engine::WriterId writer = 0;
     DecodeStep* step = nullptr;  // its tensors have no data until Declare gives them some
     const PassOptions* options = nullptr;
-    bool* rings_are_prompt = nullptr;  // whether the last ring was; kept from pass to pass
+    PromptRings* prompt_rings = nullptr;  // kept from pass to pass
     const std::atomic<bool>* cancelled = nullptr;
     const std::atomic<bool>* stopping = nullptr;  // the server ends
   };
@@ -85,10 +92,14 @@ class MemoryPass {
   absl::Status MakeCopies();
   static absl::Status MakeCopy(engine::TensorView* tensor, Input* input);
   absl::Status RunLayers(engine::Pass* pass, engine::DecodeResult* result);
-  // Behind an answer: has the engine get ready for the next layer.
+  // Behind the declaration, and behind each answer: has the engine get ready for the next layer.
   void PrepareLayer(engine::Pass* pass);
   // Waits for the ring; the engine gives up what it has got ready if that takes too long.
   absl::Status AwaitRing(engine::Pass* pass);
+  // Whether the ring that comes next was prompt the last time.
+  bool* RingIsPrompt() const {
+    return rung_ ? &stream_.prompt_rings->later : &stream_.prompt_rings->first;
+  }
   absl::Status AwaitRingUntil(Clock::time_point latest) const;
   absl::Status AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
   void CopyIn(uint32_t layer);

@@ -78,10 +78,12 @@ Told Of(const Row& row) {
 
 class PassesBegin : public testing::Test {
  protected:
-  // A pass over these rows of each layer, each but the first prepared.
-  std::vector<Answer> Run(const Layers& layers) {
+  // A pass over these rows of each layer, each prepared; the first one only if it is expected.
+  std::vector<Answer> Run(const Layers& layers, bool expected = false) {
     std::vector<Answer> answers;
     const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    if (expected) pass->ExpectFirstLayer(layers[0]->args);
+    EXPECT_EQ(pass->PrepareNextLayer(), expected);
     for (const auto& message : layers) {
       answers.push_back(StepOf(pass.get(), *message));
       if (pass->layer() < layers.size()) pass->PrepareNextLayer();
@@ -121,6 +123,59 @@ TEST_F(PassesBegin, WithEachRowsTokens) {
       EXPECT_EQ(told[row], Of(layers[layer]->rows[row])) << "layer " << layer << ", row " << row;
     }
   }
+}
+
+// A first layer, too, if it is expected: its rows are those that were declared.
+TEST_F(PassesBegin, TheFirstLayerThatIsExpected) {
+  Generate(&reader_, 5, &random_);
+  Layers layers;
+  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+    layers.push_back(std::make_unique<Message>(
+        layer, std::vector<Row>{NextRow(&first_, layer, 2, &random_),
+                                QueryOnlyRow(&reader_, layer, 3, &random_),
+                                NextRow(&last_, layer, 1, &random_)}));
+  }
+  telling_->begun.clear();
+  for (const Answer& answer : Run(layers, /*expected=*/true)) {
+    ASSERT_TRUE(answer.status.ok()) << answer.status;
+  }
+  ASSERT_EQ(telling_->begun.size(), shape_.layers);
+  ASSERT_EQ(telling_->begun[0].size(), 3u);
+  for (size_t row = 0; row < 3; ++row) {
+    EXPECT_EQ(telling_->begun[0][row], Of(layers[0]->rows[row])) << "row " << row;
+  }
+}
+
+// A row that leaves a gap is out of the pass, and of what is expected.
+TEST_F(PassesBegin, ThoseOfAFirstLayersRowsThatAreInThePass) {
+  Layers layers = NextPass({&first_, &last_}, 1, &random_);
+  for (auto& message : layers) {
+    std::vector<Row> rows = message->rows;
+    rows[0].position += 7;
+    message = std::make_unique<Message>(message->args.layer, rows);
+  }
+  const std::vector<Answer> answers = Run(layers, /*expected=*/true);
+  EXPECT_EQ(answers[0].row_status(0).code(), StatusCode::kFailedPrecondition);
+  EXPECT_TRUE(answers[0].row_status(1).ok());
+  ASSERT_EQ(telling_->begun.size(), shape_.layers);
+  ASSERT_EQ(telling_->begun[0].size(), 1u);
+  EXPECT_EQ(telling_->begun[0][0], Of(layers[0]->rows[1]));
+}
+
+// Nothing is expected of a row that is repeated, or comes where tokens were given up.
+TEST_F(PassesBegin, NoFirstLayerWithTokensThatAreThere) {
+  const auto expected = [&](const Layers& layers) {
+    const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    pass->ExpectFirstLayer(layers[0]->args);
+    const bool prepared = pass->PrepareNextLayer();
+    if (prepared) StepOf(pass.get(), *layers[0]);
+    return prepared;
+  };
+  const Layers layers = NextPass({&first_, &last_}, 1, &random_);
+  EXPECT_TRUE(expected(layers)) << "then given up";
+  EXPECT_FALSE(expected(layers)) << "given up";
+  Run(layers);
+  EXPECT_FALSE(expected(layers)) << "repeated";
 }
 
 // What others may read, and bring to a device, is not replaced by what may be other tokens.

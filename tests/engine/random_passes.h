@@ -26,8 +26,8 @@ class RandomPasses {
     for (int i = 0; i < 3; ++i) sequences_.push_back(OpenSequence(engine, shape));
   }
 
-  // Called after each layer but for a pass's last one, if not empty.
-  std::function<void(Pass*)> between_layers;
+  // Called ahead of each layer of a pass, if not empty.
+  std::function<void(Pass*)> before_layer;
   // How many passes were given up, were replays of such, had a spoiled row; truncations.
   int given_up = 0, replays = 0, failed = 0, cut = 0;
 
@@ -58,7 +58,9 @@ class RandomPasses {
     const bool spoil = end == layers.size() && !replay && random_->Below(4) == 0;
     const size_t bad_row = random_->Below(rows), bad_layer = random_->Below(layers.size());
     std::unique_ptr<Pass> pass = Begin(engine_, layers);
+    if (before_layer != nullptr) pass->ExpectFirstLayer(layers[0]->args);
     for (uint32_t layer = 0; layer < end; ++layer) {
+      if (before_layer != nullptr) before_layer(pass.get());
       Message& message = *layers[layer];
       std::vector<Row> sent = message.rows;
       if (spoil && layer == bad_layer) sent[bad_row].q.Set(0, std::nanf(""));
@@ -71,7 +73,6 @@ class RandomPasses {
                   out ? absl::StatusCode::kInvalidArgument : absl::StatusCode::kOk)
             << answer.row_status(i);
       }
-      if (between_layers != nullptr && layer + 1 < layers.size()) between_layers(pass.get());
     }
     if (end == layers.size()) {
       EXPECT_EQ(pass->layer(), end);

@@ -311,7 +311,7 @@ TEST_F(CudaEngine, PassesAreTheSamePrepared) {
   Start(options);
   const ModelShape shape = engine::test::MakeShape(4, 4, 2, 64, 64, DType::kBf16);
   engine::test::RandomPasses passes(engine_.get(), shape, &random_);
-  passes.between_layers = [&](engine::Pass* pass) {
+  passes.before_layer = [&](engine::Pass* pass) {
     const uint64_t what = random_.Below(4);
     if (what > 0) pass->PrepareNextLayer();
     if (what == 1) pass->ForgetNextLayer();

@@ -430,11 +430,12 @@ TEST(GpuEngine, PassesAreTheSamePrepared) {
   const auto step = [&](engine::test::TestSequence* of, int token) {
     const engine::test::Layers layers = engine::test::NextPass({of}, 1, &random);
     const auto pass = engine::test::Begin(engine, layers);
+    pass->ExpectFirstLayer(layers[0]->args);
     for (const auto& message : layers) {
-      ASSERT_TRUE(engine::test::StepOf(pass.get(), *message).row_status(0).ok());
       pass->PrepareNextLayer();
       if (token % 7 == 6) pass->ForgetNextLayer();
       pass->WarmNextLayer();
+      ASSERT_TRUE(engine::test::StepOf(pass.get(), *message).row_status(0).ok());
     }
     engine::test::Keep(layers, 0);
     if (token % 5 == 4) {
