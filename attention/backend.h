@@ -110,10 +110,14 @@ class PreparedStep {
  public:
   virtual ~PreparedStep() = default;
   // The step's queries and tokens are there, of each row that was prepared: the backend may begin,
-  // while they are still checked and appended. Any numbers may stand in them. They must not change
-  // until the step is answered or given up. At most once; Step is asked for the answer as ever,
-  // with these queries, and only then are the tokens known to be the sequences'. Returns at once.
-  virtual void Begin(std::span<const RowTokens> rows) = 0;
+  // while they are still checked and appended. Any numbers may stand in them, and once this
+  // returns, which is at once, they are not looked at again. At most once. False: it has not begun,
+  // which Step does.
+  virtual bool Begin(std::span<const RowTokens> rows) = 0;
+  // Of a step that has begun: whether it has done so with just these bytes. If so Step is asked for
+  // the answer as ever, with these queries, and only then are the tokens known to be the
+  // sequences'.
+  virtual bool HasBegunWith(std::span<const RowTokens> rows) = 0;
   // Lets go of all that it holds, unless that has been done: the step does not come. May wait for
   // the device as long as a step takes.
   virtual void GiveUp() = 0;

@@ -178,6 +178,7 @@ class TimedEngine final : public engine::Engine {
       pass_->ExpectFirstLayer(like);
     }
     bool PrepareNextLayer() override { return pass_->PrepareNextLayer(); }
+    void BeginNextLayer(const engine::DecodeArgs& args) override { pass_->BeginNextLayer(args); }
     void ForgetNextLayer() override { pass_->ForgetNextLayer(); }
 
    private:

@@ -65,7 +65,7 @@ class EngineImpl::PassImpl final : public Pass {
       for (size_t i = 0; i < rows_.size(); ++i) PrepareRow(i, &batch, sequences, result);
     };
     spent_ = std::move(prepared_);
-    if (spent_ != nullptr) BeginPrepared(args);
+    if (std::exchange(begun_, false) && !HasBegunWith(args)) spent_->GiveUp();
     absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
     expected_ = batch.TakeExpectedRows();
     if (!status.ok()) {
@@ -102,9 +102,26 @@ class EngineImpl::PassImpl final : public Pass {
     return prepared_ != nullptr;
   }
 
+  // The device begins before the tokens are checked and appended, which goes on beside it. Not
+  // where a row repeats tokens, or brings them where others were given up: somebody may read those
+  // meanwhile, and may be bringing them to the device.
+  void BeginNextLayer(const DecodeArgs& args) override {
+    if (prepared_ == nullptr || begun_) return;
+    for (size_t i = 0; i < expected_.rows.size(); ++i) {
+      const attention::StepRow& row = expected_.rows[i];
+      if (!row.query_only && !expected_.sequences[i]->IsNext(layer_, row.past_tokens)) return;
+    }
+    try {
+      const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
+      begun_ = !tokens.empty() && prepared_->Begin(tokens);
+    } catch (const std::bad_alloc&) {  // the step begins later
+    }
+  }
+
   void ForgetNextLayer() override {
     spent_.reset();
     prepared_.reset();
+    begun_ = false;
     expected_ = {};
   }
 
@@ -173,18 +190,13 @@ class EngineImpl::PassImpl final : public Pass {
     return DecodeBatch::Expect(args, sequences);
   }
 
-  // The device begins before the tokens are checked and appended, which goes on beside it. Not
-  // where a row repeats tokens, or brings them where others were given up: somebody may read those
-  // meanwhile, and may be bringing them to the device.
-  void BeginPrepared(const DecodeArgs& args) {
-    for (size_t i = 0; i < expected_.rows.size(); ++i) {
-      const attention::StepRow& row = expected_.rows[i];
-      if (!row.query_only && !expected_.sequences[i]->IsNext(layer_, row.past_tokens)) return;
-    }
+  // Of what is spent, and has begun.
+  bool HasBegunWith(const DecodeArgs& args) const {
     try {
       const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
-      if (!tokens.empty()) spent_->Begin(tokens);
-    } catch (const std::bad_alloc&) {  // the step begins later
+      return !tokens.empty() && spent_->HasBegunWith(tokens);
+    } catch (const std::bad_alloc&) {
+      return false;
     }
   }
 
@@ -261,6 +273,7 @@ class EngineImpl::PassImpl final : public Pass {
   // What the backend has got ready for them, and what it had for the step that is under way or was
   // the last one, whose end need not hold up its answer. Null: nothing.
   std::unique_ptr<attention::PreparedStep> prepared_, spent_;
+  bool begun_ = false;  // prepared_ has
   uint32_t layer_ = 0;
   bool given_up_ = false;
 };

@@ -51,6 +51,10 @@ class Pass {
   // Has the backend get ready for the next layer, which is expected at once (Backend::Prepare).
   // Whether there is anything that the next step or ForgetNextLayer takes.
   virtual bool PrepareNextLayer() = 0;
+  // The next layer's tensors are there: what has been got ready begins with them, while Step is
+  // still to check and to append. They may lie in memory that others write: Step looks whether they
+  // were the ones that it brings, and answers these in any case.
+  virtual void BeginNextLayer(const DecodeArgs& args) = 0;
   // Gives up what has been got ready, as the next layer takes its time.
   virtual void ForgetNextLayer() = 0;
 

@@ -37,9 +37,14 @@ PreparedDeviceStep::PreparedDeviceStep(const StepRequest& expected, DeviceCopySt
   step_.emplace(request_, store, context_->get(), cooperative_groups, /*timed=*/false);
 }
 
-void PreparedDeviceStep::Begin(std::span<const attention::RowTokens> rows) {
-  if (!step_.has_value() || !step_->BeginPrepared(rows)) return;
+bool PreparedDeviceStep::Begin(std::span<const attention::RowTokens> rows) {
+  return step_.has_value() && step_->BeginPrepared(rows);
+}
+
+bool PreparedDeviceStep::HasBegunWith(std::span<const attention::RowTokens> rows) {
+  if (!step_.has_value() || !step_->HasBegunWith(rows)) return false;
   for (size_t row = 0; row < rows_.size(); ++row) rows_[row].queries = rows[row].queries;
+  return true;
 }
 
 void PreparedDeviceStep::GiveUp() {
@@ -54,8 +59,8 @@ bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
   }
   for (size_t row = 0; row < rows_.size(); ++row) {
     if (!AreSame(request.rows[row], rows_[row])) return false;
-    const std::byte* const begun_with = rows_[row].queries;  // of the same message as k and v
-    if (begun_with != nullptr && request.rows[row].queries != begun_with) return false;
+    // Of the same message as k and v.
+    if (step_->has_begun() && request.rows[row].queries != rows_[row].queries) return false;
   }
   return true;
 }

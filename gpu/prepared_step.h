@@ -26,18 +26,19 @@ class PreparedDeviceStep final : public attention::PreparedStep {
 
   // False: the step cannot be prepared. Errors are the device's.
   absl::StatusOr<bool> Prepare() { return step_->Prepare(); }
-  void Begin(std::span<const attention::RowTokens> rows) override;
+  bool Begin(std::span<const attention::RowTokens> rows) override;
+  bool HasBegunWith(std::span<const attention::RowTokens> rows) override;
   void GiveUp() override;
 
-  // Whether the request is for the step that was expected, with all that was open then, and the
-  // queries that it has begun with; and it was not given up.
+  // Whether the request is for the step that was expected, with all that was open then, and, if it
+  // has begun, with the queries of the last HasBegunWith; and it was not given up.
   bool IsFor(const attention::StepRequest& request) const;
   // Answers such a request, once; errors as DeviceStep::Run's. What came of it is in step().
   absl::Status Run(const attention::StepRequest& request);
   DeviceStep* step() { return &*step_; }
 
  private:
-  std::vector<attention::StepRow> rows_;                    // their queries: from Begin on
+  std::vector<attention::StepRow> rows_;                    // their queries: from HasBegunWith on
   attention::StepRequest request_;                          // of rows_
   std::optional<LeasePool<StreamContext>::Lease> context_;  // none once it was given up
   std::optional<DeviceStep> step_;                          // last: it uses all of them

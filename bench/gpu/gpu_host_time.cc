@@ -286,6 +286,7 @@ class EngineSteps {
         if (between) memory.Write();
         pass->WarmNextLayer();
         const auto begin = Clock::now();
+        pass->BeginNextLayer(args);
         Must(pass->Step(args, answer, &result));
         const auto end = Clock::now();
         for (const auto& row : result.rows) Must(row.status);

@@ -61,6 +61,11 @@ class DeviceStep {
   // False: the step needs more than the message has, or has not been launched; RunPrepared does
   // that.
   bool BeginPrepared(std::span<const attention::RowTokens> rows);
+  // Whether it has, and with these bytes.
+  bool HasBegunWith(std::span<const attention::RowTokens> rows) const {
+    return has_begun() && writer_.HoldsTokensOf(rows, context_->input());
+  }
+  bool has_begun() const { return launched_ == Launched::kBegun; }
   absl::Status RunPrepared();
 
   // Numbers of the rows that were not answered, ascending.

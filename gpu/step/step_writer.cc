@@ -32,9 +32,11 @@ uint64_t FirstAppended(const RowDescription& row) {
   return row.causal ? row.tail_limit - 1 : row.tail_end();
 }
 
-// An upload's rows, from the tensors that bring the row's tokens.
-void CopyAppended(const RowDescription& row, const attention::RowTokens& tokens,
-                  const Upload& upload, std::byte* to) {
+// Calls put(to, from, bytes) for an upload's rows, which lie in the tensors that bring the row's
+// tokens.
+template <typename Put>
+void ForAppended(const RowDescription& row, const attention::RowTokens& tokens,
+                 const Upload& upload, uint64_t to, Put put) {
   const bool keys = upload.rows == Upload::Rows::kKeys;
   const KernelShape& kernel = row.shape.kernel;
   const uint64_t row_bytes =
@@ -43,7 +45,7 @@ void CopyAppended(const RowDescription& row, const attention::RowTokens& tokens,
   const std::byte* from = (keys ? tokens.keys : tokens.values) +
                           (first * row.shape.kv_heads + upload.kv_head) * row_bytes;
   for (uint64_t at = 0; at < upload.bytes; at += row_bytes) {
-    std::memcpy(to + at, from, row_bytes);
+    put(to + at, from, row_bytes);
     from += row.shape.kv_heads * row_bytes;
   }
 }
@@ -181,37 +183,56 @@ uint64_t StepWriter::Write(const WaveBuffers& buffers) {
   return places.input_bytes;
 }
 
-template <typename QueriesOf, typename CopyUpload>
-void StepWriter::WriteTokensBy(QueriesOf queries_of, CopyUpload copy, std::byte* input) const {
+template <typename QueriesOf, typename UploadOf, typename Put>
+void StepWriter::ForTokens(QueriesOf queries_of, UploadOf upload_of, Put put) const {
   const WavePlaces places = this->places();
   const uint64_t token_bytes = QueryBytes(shape_);
-  std::byte* to = input + places.upload_data;
+  uint64_t to = places.upload_data;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const RowPart& part = parts_[i];
-    std::memcpy(input + places.queries + part.ref.first_query_token * token_bytes,
-                queries_of(part) + part.first_token * token_bytes, part.tokens * token_bytes);
+    put(places.queries + part.ref.first_query_token * token_bytes,
+        queries_of(part) + part.first_token * token_bytes, part.tokens * token_bytes);
     for (const Upload& upload : memories_[i].uploads) {
-      copy(part, upload, to);
+      upload_of(part, upload, to);
       to += upload.bytes;
     }
   }
 }
 
+template <typename Put>
+void StepWriter::ForTokensOf(std::span<const attention::RowTokens> rows, Put put) const {
+  for (const RowPart& part : parts_) CHECK_EQ(part.tokens, part.row->query_tokens);
+  ForTokens([&](const RowPart& part) { return rows[part.number].queries; },
+            [&](const RowPart& part, const Upload& upload, uint64_t to) {
+              ForAppended(*part.row, rows[part.number], upload, to, put);
+            },
+            put);
+}
+
 void StepWriter::WriteTokens(std::byte* input) const {
-  WriteTokensBy([](const RowPart& part) { return part.row->queries; },
-                [](const RowPart&, const Upload& upload, std::byte* to) {
-                  std::memcpy(to, upload.from, upload.bytes);
-                },
-                input);
+  const auto put = [input](uint64_t to, const std::byte* from, uint64_t bytes) {
+    std::memcpy(input + to, from, bytes);
+  };
+  ForTokens([](const RowPart& part) { return part.row->queries; },
+            [&](const RowPart&, const Upload& upload, uint64_t to) {
+              put(to, upload.from, upload.bytes);
+            },
+            put);
 }
 
 void StepWriter::WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const {
-  for (const RowPart& part : parts_) CHECK_EQ(part.tokens, part.row->query_tokens);
-  WriteTokensBy([&](const RowPart& part) { return rows[part.number].queries; },
-                [&](const RowPart& part, const Upload& upload, std::byte* to) {
-                  CopyAppended(*part.row, rows[part.number], upload, to);
-                },
-                input);
+  ForTokensOf(rows, [input](uint64_t to, const std::byte* from, uint64_t bytes) {
+    std::memcpy(input + to, from, bytes);
+  });
+}
+
+bool StepWriter::HoldsTokensOf(std::span<const attention::RowTokens> rows,
+                               const std::byte* input) const {
+  bool holds = true;
+  ForTokensOf(rows, [&](uint64_t to, const std::byte* from, uint64_t bytes) {
+    holds = holds && std::memcmp(input + to, from, bytes) == 0;
+  });
+  return holds;
 }
 
 bool StepWriter::UploadsAppended() const {

@@ -90,6 +90,8 @@ class StepWriter {
   // a whole row, and what the wave uploads must be tokens that the rows append: UploadsAppended.
   void WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const;
   bool UploadsAppended() const;
+  // Whether WriteTokensOf would write just what is there.
+  bool HoldsTokensOf(std::span<const attention::RowTokens> rows, const std::byte* input) const;
   // In place of WriteTokens: queries of zeros, and no upload. Such a step takes its time, and
   // writes to its stream's own memory alone.
   void WriteNoTokens(std::byte* input) const;
@@ -111,9 +113,12 @@ class StepWriter {
   const WaveShape& shape() const { return shape_; }
 
  private:
-  // queries_of(part): its row's. copy(part, upload, to): an upload's bytes.
-  template <typename QueriesOf, typename CopyUpload>
-  void WriteTokensBy(QueriesOf queries_of, CopyUpload copy, std::byte* input) const;
+  // Calls put(to, from, bytes) for all pieces of the input's tokens; `to` is a place of the input.
+  // queries_of(part): its row's. upload_of(part, upload, to): calls put for an upload's pieces.
+  template <typename QueriesOf, typename UploadOf, typename Put>
+  void ForTokens(QueriesOf queries_of, UploadOf upload_of, Put put) const;
+  template <typename Put>
+  void ForTokensOf(std::span<const attention::RowTokens> rows, Put put) const;
   // Fills the header's numbers, and the addresses that follow from `places`.
   void FillHeader(const WavePlaces& places, const WaveBuffers& buffers);
   // Lists the units that cooperative groups answer, and fills the header's counts of these units.

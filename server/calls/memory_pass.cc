@@ -201,6 +201,10 @@ void MemoryPass::PrepareLayer(engine::Pass* pass) {
   if (!last) BlankAnswer();
 }
 
+const std::byte* MemoryPass::InRegion(const Input& input, uint32_t layer) const {
+  return region_.data() + plane::LayerOffset(input.span, layer);
+}
+
 absl::Status MemoryPass::AwaitRing(engine::Pass* pass) {
   const Clock::time_point prompt_until = Clock::now() + kPromptRing;
   if (prepared_) {
@@ -229,6 +233,7 @@ absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* r
   args.layer = layer;
   args.deadline =
       Earlier(DeadlineAt(arrival, stream_.step->deadline_us), stream_.options->deadline);
+  if (prepared_) BeginLayer(pass, layer);
   CopyIn(layer);
   extents_ = {};
   Clock::time_point start, end;
@@ -260,11 +265,18 @@ absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* r
   return status;
 }
 
+void MemoryPass::BeginLayer(engine::Pass* pass, uint32_t layer) {
+  engine::DecodeArgs args = stream_.step->args;
+  if (q_.bytes > 0) args.q.data = InRegion(q_, layer);
+  if (k_.bytes > 0) args.k.data = InRegion(k_, layer);
+  if (v_.bytes > 0) args.v.data = InRegion(v_, layer);
+  pass->BeginNextLayer(args);
+}
+
 void MemoryPass::CopyIn(uint32_t layer) {
   for (const Input* input : {&q_, &k_, &v_}) {
     if (input->bytes == 0) continue;
-    std::memcpy(input->copy.get(), region_.data() + plane::LayerOffset(input->span, layer),
-                input->bytes);
+    std::memcpy(input->copy.get(), InRegion(*input, layer), input->bytes);
   }
 }
 

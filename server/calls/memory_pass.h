@@ -29,11 +29,11 @@ namespace attnd::server {
 // InvalidArgument, naming `field`, unless the server looks so long for a ring without pause.
 absl::Status CheckSpin(absl::string_view field, uint32_t spin_us);
 
-// Between the client's memory and the engine stand buffers of the server's own: each byte of q, k
-// and v is read once, before anything is checked, and each byte of out and lse is written once,
-// when the engine is done. So nothing that has been checked can change any more, and the engine
-// never sees memory that somebody else writes. Offsets come from the declaration, never from the
-// memory.
+// Between the client's memory and the engine stand buffers of the server's own: q, k and v are
+// copied before anything is checked, and each byte of out and lse is written once, when the engine
+// is done. So nothing that has been checked can change any more. Only what the engine has got ready
+// for the layer begins with the client's memory itself, and counts for nothing if it has read other
+// bytes than were copied. Offsets come from the declaration, never from the memory.
 //
 // One thread, which Run occupies: it waits for the client's turns.
 class MemoryPass {
@@ -102,8 +102,11 @@ class MemoryPass {
   }
   absl::Status AwaitRingUntil(Clock::time_point latest) const;
   absl::Status AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
+  // Has what the engine has got ready begin with what lies in the client's memory.
+  void BeginLayer(engine::Pass* pass, uint32_t layer);
   void CopyIn(uint32_t layer);
   void CopyOut(uint32_t layer);
+  const std::byte* InRegion(const Input& input, uint32_t layer) const;
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
   // Makes the last layer's buffers ready for the next one's answer, in the time that the model
   // takes for that layer's queries.

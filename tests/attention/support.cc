@@ -404,9 +404,15 @@ RowMessage RowMessage::Of(const TestRow& row, uint32_t layer) {
 
 StepResult BeginAndRun(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
                        PreparedStep* prepared, std::span<const RowMessage> messages) {
-  std::vector<RowTokens> tokens;
-  for (const RowMessage& message : messages) tokens.push_back(message.tokens());
-  prepared->Begin(tokens);
+  const auto tokens_of = [](std::span<const RowMessage> all) {
+    std::vector<RowTokens> tokens;
+    for (const RowMessage& message : all) tokens.push_back(message.tokens());
+    return tokens;
+  };
+  std::vector<RowMessage> lent(messages.begin(), messages.end());
+  const bool begun = prepared->Begin(tokens_of(lent));
+  lent.clear();  // it is not looked at again
+  EXPECT_TRUE(!begun || prepared->HasBegunWith(tokens_of(messages)));
   StepRequest request = RequestOf(layer);
   request.prepared = prepared;
   return RunRows(backend, request, rows, nullptr, /*with_plans=*/false, messages);

@@ -34,6 +34,7 @@ class TellingBackend : public ForwardingBackend {
   // Of the steps that have begun.
   std::vector<std::vector<Told>> begun;
   int given_up = 0;
+  bool begins = true;
 
   std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request) override {
     return std::make_unique<Prepared>(this, request);
@@ -45,9 +46,20 @@ class TellingBackend : public ForwardingBackend {
     Prepared(TellingBackend* backend, const attention::StepRequest& request)
         : backend_(backend), rows_(request.rows.begin(), request.rows.end()) {}
     void GiveUp() override { ++backend_->given_up; }
-    void Begin(std::span<const attention::RowTokens> tokens) override {
-      ASSERT_EQ(tokens.size(), rows_.size());
-      std::vector<Told>& told = backend_->begun.emplace_back();
+    bool Begin(std::span<const attention::RowTokens> tokens) override {
+      begun_ = backend_->begins;
+      if (begun_) backend_->begun.push_back(ToldOf(tokens));
+      return begun_;
+    }
+    bool HasBegunWith(std::span<const attention::RowTokens> tokens) override {
+      EXPECT_TRUE(begun_);
+      return backend_->begun.back() == ToldOf(tokens);
+    }
+
+   private:
+    std::vector<Told> ToldOf(std::span<const attention::RowTokens> tokens) const {
+      EXPECT_EQ(tokens.size(), rows_.size());
+      std::vector<Told> told;
       for (size_t i = 0; i < rows_.size(); ++i) {
         const ModelShape& shape = rows_[i].view->shape;
         const size_t n = rows_[i].query_tokens, bytes = DTypeBytes(shape.dtype);
@@ -59,11 +71,12 @@ class TellingBackend : public ForwardingBackend {
                         copy(tokens[i].keys, n * shape.kv_heads * shape.head_dim * bytes),
                         copy(tokens[i].values, n * shape.kv_heads * shape.value_dim * bytes)});
       }
+      return told;
     }
 
-   private:
     TellingBackend* const backend_;
     const std::vector<attention::StepRow> rows_;
+    bool begun_ = false;
   };
 };
 
@@ -201,6 +214,33 @@ TEST_F(PassesBegin, NotWhereTokensWereGivenUp) {
   for (const Answer& answer : Run(layers)) EXPECT_TRUE(answer.row_status(0).ok());
   ASSERT_EQ(telling_->begun.size(), 1u);
   EXPECT_EQ(telling_->begun[0][0], Of(layers[2]->rows[0]));
+}
+
+// Memory that the client writes may have changed since: what the step brings is answered, and what
+// has begun is given up.
+TEST_F(PassesBegin, WhatHasBegunWithOtherTokensIsGivenUp) {
+  const Layers layers = NextPass({&first_, &last_}, 1, &random_);
+  std::vector<Row> rows = layers[1]->rows;
+  rows[1].q.Set(3, 77.0f);
+  const Message other(1, rows);
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  StepOf(pass.get(), *layers[0]);
+  ASSERT_TRUE(pass->PrepareNextLayer());
+  pass->BeginNextLayer(other.args);
+  const Answer answer = StepOf(pass.get(), *layers[1]);
+  ASSERT_TRUE(answer.status.ok());
+  EXPECT_TRUE(answer.row_status(1).ok());
+  EXPECT_EQ(telling_->begun.size(), 1u) << "once alone";
+  EXPECT_EQ(telling_->given_up, 1);
+}
+
+// What the backend did not begin with is not asked about.
+TEST_F(PassesBegin, ABackendMayBeginLater) {
+  telling_->begins = false;
+  for (const Answer& answer : Run(NextPass({&first_}, 1, &random_))) {
+    EXPECT_TRUE(answer.row_status(0).ok());
+  }
+  EXPECT_EQ(telling_->given_up, 0);
 }
 
 // A step of which no row is left is given up before its answer: others may append in their places.

@@ -136,7 +136,7 @@ TEST_P(BegunSteps, WhatARefusedMessageBroughtIsNotCounted) {
   }
   auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
-  prepared->Begin({{messages[0].tokens()}});
+  EXPECT_TRUE(prepared->Begin({{messages[0].tokens()}}));
   prepared.reset();
   EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
   EXPECT_TRUE(Agree(RunStep(fake.backend.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
@@ -157,11 +157,42 @@ TEST(BegunStep, OtherQueriesAreAnswered) {
   const std::vector<RowMessage> messages = MessagesOf(rows);
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
   ASSERT_NE(prepared, nullptr);
-  prepared->Begin({{messages[0].tokens()}});
+  EXPECT_TRUE(prepared->Begin({{messages[0].tokens()}}));
+  EXPECT_TRUE(prepared->HasBegunWith({{messages[0].tokens()}}));
   for (float& x : rows[0].queries) x = -x;
   const StepResult found = RunPrepared(fake.backend.get(), 0, rows, prepared.get());
   EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
   ExpectSameRows(found, RunStep(fake.backend.get(), 0, rows));
+}
+
+// A caller whose memory others write asks what the step has begun with: any byte tells.
+TEST(BegunStep, ItTellsWhatItHasBegunWith) {
+  LateRows step(attention::kTreeIndexes);
+  auto& [fake, sequence, late, rows] = step;
+  std::vector<RowMessage> messages = MessagesOf(rows);
+  const auto tokens_of_all = [&] {
+    std::vector<RowTokens> tokens;
+    for (const RowMessage& message : messages) tokens.push_back(message.tokens());
+    return tokens;
+  };
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  EXPECT_FALSE(prepared->HasBegunWith(tokens_of_all())) << "it has not begun";
+  ASSERT_TRUE(prepared->Begin(tokens_of_all()));
+  for (RowMessage& message : messages) {
+    for (std::vector<std::byte>* bytes : {&message.queries, &message.keys, &message.values}) {
+      if (bytes->empty()) continue;  // of a row that appends none
+      for (const size_t at : {size_t{0}, bytes->size() - 1}) {
+        (*bytes)[at] ^= std::byte{1};
+        EXPECT_FALSE(prepared->HasBegunWith(tokens_of_all()));
+        (*bytes)[at] ^= std::byte{1};
+      }
+    }
+  }
+  EXPECT_TRUE(prepared->HasBegunWith(tokens_of_all()));
+  prepared->GiveUp();
+  EXPECT_FALSE(prepared->HasBegunWith(tokens_of_all())) << "it was given up";
+  late.PutBack();
 }
 
 // Whatever was given up has nothing to begin with, and what is not launched yet begins later.

@@ -55,6 +55,8 @@ class FakeEngine final : public engine::Engine {
   // Calls of passes' ExpectFirstLayer, PrepareNextLayer and ForgetNextLayer.
   int expected() const { return expected_; }
   int prepared() const { return prepared_; }
+  // The first element of q of the last BeginNextLayer.
+  float begun_with() const { return begun_with_; }
   int forgotten() const { return forgotten_; }
   int released_writers() const { return released_writers_; }
   bool opening_stopped() const { return opening_stopped_; }
@@ -203,6 +205,11 @@ class FakeEngine final : public engine::Engine {
       ++engine_->prepared_;
       return true;
     }
+    void BeginNextLayer(const engine::DecodeArgs& args) override {
+      float first = 0;
+      ToFloat(args.q.dtype, args.q.data, 1, &first);
+      engine_->begun_with_ = first;
+    }
     void ForgetNextLayer() override { ++engine_->forgotten_; }
 
    private:
@@ -251,7 +258,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
   std::atomic<int> passes_over_{0}, expected_{0}, prepared_{0}, forgotten_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
-  std::atomic<float> first_of_q_{0};
+  std::atomic<float> first_of_q_{0}, begun_with_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };
 

@@ -370,10 +370,14 @@ TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
     ASSERT_TRUE(client.LookFor(layer));
   }
   EXPECT_GE(engine_.prepared(), 2) << "a layer behind a prompt ring";
+  bool begun = false;  // what is prepared, with what the client has written
   for (; layer < kLayers; ++layer) {
-    client.Ring(layer);
+    client.Ring(layer, static_cast<float>(layer));
     ASSERT_TRUE(client.LookFor(layer));
+    begun |= engine_.begun_with() == static_cast<float>(layer);
+    EXPECT_EQ(engine_.first_of_q(), static_cast<float>(layer));
   }
+  EXPECT_TRUE(begun);
   EXPECT_EQ(client.Reply().status().code(), 0);
   EXPECT_TRUE(Within([&] { return engine_.prepared() + engine_.forgotten() >= int{kLayers}; }));
 }
