@@ -92,34 +92,56 @@ struct CutMemory {
   // Of the thread block's rows: how many have a digit, and their weights.
   CutSum row_counts[kCutDigits];
   CutSum weight_words[kCutWords][kCutDigits];
-  CutWeight parts[kCutWarps];
-  struct {
+  CutWeight parts[2][kCutWarps];
+  struct Found {
     uint32_t digit;
     bool only;  // one row alone has it
     CutWeight above, before;
-  } found;
+  } found[2];  // of two cuts
 };
 
-// Sum over the threads before this one, and *total over all. The whole thread block.
-__device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, CutWeight* total) {
+// Of each of some numbers: puts the sum over the threads before this one in its place, and into
+// totals that over all. The whole thread block.
+template <uint32_t kCount>
+__device__ __forceinline__ void ScanBlock(CutWeight (&x)[kCount], CutMemory* memory,
+                                          CutWeight (&totals)[kCount]) {
   const uint32_t thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-  CutWeight sum = x;
+  CutWeight sums[kCount];
+#pragma unroll
+  for (uint32_t k = 0; k < kCount; ++k) sums[k] = x[k];
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const CutWeight other = __shfl_up_sync(~0u, sum, offset);
-    if (thread >= offset) sum += other;
+#pragma unroll
+    for (uint32_t k = 0; k < kCount; ++k) {
+      const CutWeight other = __shfl_up_sync(~0u, sums[k], offset);
+      if (thread >= offset) sums[k] += other;
+    }
   }
   __syncthreads();  // the parts of the scan before have been read
-  if (thread == 31) memory->parts[warp] = sum;
-  __syncthreads();
-  CutWeight before = 0, all = 0;
 #pragma unroll
-  for (uint32_t w = 0; w < kCutWarps; ++w) {
-    if (w == warp) before = all;
-    all += memory->parts[w];
+  for (uint32_t k = 0; k < kCount; ++k) {
+    if (thread == 31) memory->parts[k][warp] = sums[k];
   }
-  *total = all;
-  return before + sum - x;
+  __syncthreads();
+#pragma unroll
+  for (uint32_t k = 0; k < kCount; ++k) {
+    CutWeight before = 0, all = 0;
+#pragma unroll
+    for (uint32_t w = 0; w < kCutWarps; ++w) {
+      if (w == warp) before = all;
+      all += memory->parts[k][w];
+    }
+    totals[k] = all;
+    x[k] = before + sums[k] - x[k];
+  }
+}
+
+// Of one: returns the sum over the threads before.
+__device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, CutWeight* total) {
+  CutWeight before[1] = {x}, all[1];
+  ScanBlock(before, memory, all);
+  *total = all[0];
+  return before[0];
 }
 
 // A thread block's rows; keys are 0 of rows that are not there.
@@ -181,14 +203,23 @@ class CutExchange {
 
   // A sum over the thread blocks, and *before of those before this one. All threads have x.
   __device__ __forceinline__ CutWeight Sum(CutWeight x, CutWeight* before) {
-    CutWeight* shares = memory_->shares[half()];
-    const uint32_t rank = CutBlocks::rank(), blocks = CutBlocks::blocks();
-    if (threadIdx.x < blocks) Send(shares + rank, x, threadIdx.x);
-    Await(blocks * sizeof(CutWeight));
+    const uint32_t half = this->half();
+    Await(SendShare(x));
+    return SumOfShares(half, before);
+  }
+  // Sum in two halves, between which what else is sent is awaited, too. Returns how many bytes
+  // every thread block gets.
+  __device__ __forceinline__ uint32_t SendShare(CutWeight x) {
+    const uint32_t blocks = CutBlocks::blocks();
+    if (threadIdx.x < blocks) Send(memory_->shares[half()] + CutBlocks::rank(), x, threadIdx.x);
+    return blocks * sizeof(CutWeight);
+  }
+  // half: of the use that was awaited.
+  __device__ __forceinline__ CutWeight SumOfShares(uint32_t half, CutWeight* before) const {
     CutWeight sum = 0;
-    for (uint32_t b = 0; b < blocks; ++b) {
-      if (b == rank) *before = sum;
-      sum += shares[b];
+    for (uint32_t b = 0; b < CutBlocks::blocks(); ++b) {
+      if (b == CutBlocks::rank()) *before = sum;
+      sum += memory_->shares[half][b];
     }
     return sum;
   }
@@ -198,13 +229,17 @@ class CutExchange {
   uint32_t uses_ = 0;
 };
 
+struct DigitWeight {
+  CutWeight own = 0, before = 0;
+};
+
 // Where the digit of a round begins, as a bit of the key.
 __device__ __forceinline__ uint32_t CutShift(uint32_t round) {
   return round + 1 < kCutRounds ? 23 - 8 * round : 0;
 }
 
 // Finds one ranking's cut, a digit a round. All thread blocks do the same, in each round in this
-// order: Add, a __syncthreads, Send, the exchange's Await, Narrow.
+// order: Add, a __syncthreads, Send, the exchange's Await, Narrow or NarrowWith.
 template <typename WeightOf>
 class CutFinder {
  public:
@@ -231,28 +266,61 @@ class CutFinder {
     return CutBlocks::blocks() * kCutDigits * (WeightOf::kOne ? 4 : 8);
   }
 
+  // Before the first Narrow: another weight than that which it was made with.
+  __device__ __forceinline__ void SetWeight(CutWeight weight) { weight_ = weight; }
+
   // half: of the exchange that was awaited.
   __device__ __forceinline__ void Narrow(uint32_t round, uint32_t half) {
-    if (cut_.known) return;
-    CutWeight own = 0, before = 0;
-    if (threadIdx.x < kCutDigits) {
-#pragma unroll
-      for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
-        if (rank >= CutBlocks::blocks()) continue;
-        const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
-                                              : memory_->weights[half][rank][Digit()];
-        if (rank < CutBlocks::rank()) before += part;
-        own += part;
-      }
-    }
+    const DigitWeight digit = Gather(half);
     CutWeight total;
-    const CutWeight above = cut_.above + ScanBlock(own, memory_, &total);
-    if (round == 0 && !Begin(total)) return;
-    if (above < cut_.limit && cut_.limit <= above + own) {
-      memory_->found = {Digit(), WeightOf::kOne && own == 1, above, before};
-    }
+    const CutWeight above = ScanBlock(digit.own, memory_, &total);
+    const bool goes_on = Note(round, digit, above, total, &memory_->found[0]);
     __syncthreads();
-    const auto& found = memory_->found;
+    if (goes_on) Take(round, memory_->found[0]);
+  }
+  // The same of two cuts together.
+  template <typename OtherWeight>
+  __device__ __forceinline__ void NarrowWith(CutFinder<OtherWeight>* other, uint32_t round,
+                                             uint32_t half) {
+    const DigitWeight digit = Gather(half), of_other = other->Gather(half);
+    CutWeight above[2] = {digit.own, of_other.own}, totals[2];
+    ScanBlock(above, memory_, totals);
+    const bool goes_on = Note(round, digit, above[0], totals[0], &memory_->found[0]);
+    const bool other_goes_on =
+        other->Note(round, of_other, above[1], totals[1], &memory_->found[1]);
+    __syncthreads();
+    if (goes_on) Take(round, memory_->found[0]);
+    if (other_goes_on) other->Take(round, memory_->found[1]);
+  }
+
+  // The parts of Narrow.
+
+  // What weighs this thread's digit: of all thread blocks, and of those before this one.
+  __device__ __forceinline__ DigitWeight Gather(uint32_t half) const {
+    DigitWeight digit;
+    if (cut_.known || threadIdx.x >= kCutDigits) return digit;
+#pragma unroll
+    for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
+      if (rank >= CutBlocks::blocks()) continue;
+      const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
+                                            : memory_->weights[half][rank][Digit()];
+      if (rank < CutBlocks::rank()) digit.before += part;
+      digit.own += part;
+    }
+    return digit;
+  }
+  // Notes the digit that the cut has, by the thread whose it is. above: what weigh the greater
+  // ones. Whether there is a cut to look for.
+  __device__ __forceinline__ bool Note(uint32_t round, const DigitWeight& digit, CutWeight above,
+                                       CutWeight total, CutMemory::Found* found) {
+    if (cut_.known || (round == 0 && !Begin(total))) return false;
+    above += cut_.above;
+    if (above < cut_.limit && cut_.limit <= above + digit.own) {
+      *found = {Digit(), WeightOf::kOne && digit.own == 1, above, digit.before};
+    }
+    return true;
+  }
+  __device__ __forceinline__ void Take(uint32_t round, const CutMemory::Found& found) {
     cut_.key |= found.digit << CutShift(round);
     cut_.above = found.above;
     if (found.only) {
@@ -341,7 +409,7 @@ class CutFinder {
 
   const RankedRows rows_;
   const CutLimit kind_;
-  const CutWeight weight_;
+  CutWeight weight_;
   const WeightOf weight_of_;
   CutMemory* const memory_;
   TreeCut cut_;

@@ -51,10 +51,11 @@ class TreeErrors : public TreeUnit {
   __device__ __forceinline__ bool limited() const { return row_.tolerance < INFINITY; }
 
   __device__ void CombineStates();
-  template <typename PartOf>
-  __device__ uint32_t MeasureParts(PartOf part_of);
+  template <typename SumsOf, typename NormsOf>
+  __device__ uint32_t MeasureParts(SumsOf sums_of, NormsOf norms_of);
   __device__ void MeasureOutputs();
-  __device__ CutWeight OutputPart(uint32_t lane, uint32_t chunk);
+  __device__ float2 OutputSums(uint32_t lane, uint32_t chunk, uint32_t share) const;
+  __device__ CutWeight OutputNorms(uint32_t lane, float2 sums) const;
   __device__ void SetScales();
 
   static __device__ float ErrorOf(const TreeLaneScale& scale, float log_mass, float d2,
@@ -102,57 +103,68 @@ inline __device__ void TreeErrors::CombineStates() {
   __syncthreads();
 }
 
-// Squared lengths of some of a lane's channels: of the output that zones and all groups' estimates
-// give together, and of the zones' mean. A thread has a channel, each warp some of the states.
-inline __device__ CutWeight TreeErrors::OutputPart(uint32_t lane, uint32_t chunk) {
+// A share of a channel's sums: x over the zones' states, y over those of all groups. A thread has a
+// channel.
+inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
+                                                uint32_t share) const {
   const uint32_t dim = step_.value_dim, zone_floats = StateFloats(dim), tile = lane / kLanes;
-  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-  const uint32_t channel = chunk * kOutputChannels + thread;
-  const TreeLane& own = memory_->lanes[lane];
-  const float max = memory_->sums[lane].x;
+  const uint32_t channel = chunk * kOutputChannels + threadIdx.x % 32;
+  const float zone_max = memory_->lanes[lane].zone_max, max = memory_->sums[lane].x;
   const float* zones =
       TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
-  float zone = 0, groups = 0;
+  float2 sums = {};
 #pragma unroll 2
-  for (uint32_t p = warp; p < row_.read_pieces; p += kCutWarps) {
+  for (uint32_t p = share; p < row_.read_pieces; p += kOutputShares) {
     const float* state = zones + uint64_t{p} * zone_floats;
-    const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], own.zone_max) : 0.0f;
-    zone += factor * state[kStateHead + channel];
+    const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], zone_max) : 0.0f;
+    sums.x += factor * state[kStateHead + channel];
   }
 #pragma unroll 4
-  for (uint32_t s = warp; s < row_.tree_slices; s += kCutWarps) {
+  for (uint32_t s = share; s < row_.tree_slices; s += kOutputShares) {
     const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
     const float factor = Weight(state[kTreeMax], max);
-    groups += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
+    sums.y += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
   }
-  __syncthreads();  // the part before has been read
-  memory_->outputs[warp][0][thread] = zone;
-  memory_->outputs[warp][1][thread] = groups;
-  __syncthreads();
-  zone = groups = 0;
-  for (uint32_t w = 0; w < kCutWarps; ++w) {
-    zone += memory_->outputs[w][0][thread];
-    groups += memory_->outputs[w][1][thread];
-  }
-  const float greatest = fmaxf(max, own.zone_max);
+  return sums;
+}
+
+// Squared lengths of a lane's channels that a warp has the sums of: of the output that zones and
+// all groups' estimates give together, and of the zones' mean.
+inline __device__ CutWeight TreeErrors::OutputNorms(uint32_t lane, float2 sums) const {
+  const TreeLane& own = memory_->lanes[lane];
+  const float max = memory_->sums[lane].x, greatest = fmaxf(max, own.zone_max);
   const float zone_factor = Weight(own.zone_max, greatest), factor = Weight(max, greatest);
   const float total = own.zone_sum * zone_factor + memory_->sums[lane].y * factor;
-  const float mean = (zone * zone_factor + groups * factor) / total;
-  const float zone_mean = own.zone_sum > 0 ? zone / own.zone_sum : 0.0f;
+  const float mean = (sums.x * zone_factor + sums.y * factor) / total;
+  const float zone_mean = own.zone_sum > 0 ? sums.x / own.zone_sum : 0.0f;
   const float norm2 = SumOfWarp(mean * mean), zone_norm2 = SumOfWarp(zone_mean * zone_mean);
   return static_cast<CutWeight>(__float_as_uint(zone_norm2)) << 32 | __float_as_uint(norm2);
 }
 
 // Two squared lengths (TreeSelectMemory::norms) of each lane's channels, kOutputChannels at a time:
-// each thread block measures some, and sends them to all. Returns how many there are of a lane.
-template <typename PartOf>
-__device__ uint32_t TreeErrors::MeasureParts(PartOf part_of) {
+// norms_of(lane, sums), by a warp, of the sums over all shares of sums_of(lane, chunk, share). Each
+// thread block measures some, and sends them to all. Returns how many there are of a lane.
+template <typename SumsOf, typename NormsOf>
+__device__ uint32_t TreeErrors::MeasureParts(SumsOf sums_of, NormsOf norms_of) {
   const uint32_t chunks = step_.value_dim / kOutputChannels, parts = step_.group * chunks;
-  for (uint32_t i = CutBlocks::rank(); i < parts; i += CutBlocks::blocks()) {
-    const CutWeight norms2 = part_of(i / chunks, i % chunks);
-    if (threadIdx.x < CutBlocks::blocks()) {
-      exchange_.Send(&memory_->norms[i], norms2, threadIdx.x);
+  const uint32_t blocks = CutBlocks::blocks(), rank = CutBlocks::rank();
+  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32, share = warp % kOutputShares;
+#pragma unroll 1
+  for (uint32_t first = 0; first * blocks + rank < parts; first += kCutWarps / kOutputShares) {
+    const uint32_t part = (first + warp / kOutputShares) * blocks + rank;
+    float2 sums = {};
+    if (part < parts) sums = sums_of(part / chunks, part % chunks, share);
+    __syncthreads();  // the parts before have been read
+    memory_->outputs[warp][thread] = sums;
+    __syncthreads();
+    if (share != 0 || part >= parts) continue;
+    sums = {};
+    for (uint32_t k = 0; k < kOutputShares; ++k) {
+      sums.x += memory_->outputs[warp + k][thread].x;
+      sums.y += memory_->outputs[warp + k][thread].y;
     }
+    const CutWeight norms2 = norms_of(part / chunks, sums);
+    if (thread < blocks) exchange_.Send(&memory_->norms[part], norms2, thread);
   }
   exchange_.Await(parts * sizeof(CutWeight));
   return chunks;
@@ -162,7 +174,9 @@ __device__ uint32_t TreeErrors::MeasureParts(PartOf part_of) {
 inline __device__ void TreeErrors::MeasureOutputs() {
   exchange_.Begin();
   const uint32_t chunks =
-      MeasureParts([this](uint32_t lane, uint32_t chunk) { return OutputPart(lane, chunk); });
+      MeasureParts([this](uint32_t lane, uint32_t chunk,
+                          uint32_t share) { return OutputSums(lane, chunk, share); },
+                   [this](uint32_t lane, float2 sums) { return OutputNorms(lane, sums); });
   if (threadIdx.x < step_.group) {
     float norm2 = 0, zone_norm2 = 0;
     for (uint32_t c = 0; c < chunks; ++c) {

@@ -58,7 +58,7 @@ class HeadSelector : public TreeErrors {
   __device__ CutWeight ClosedErrors(uint32_t lane, float per_budget);
   template <typename SizeOf>
   __device__ uint32_t KeepSizes(const TreeLevel& level, SizeOf size_of);
-  __device__ CutWeight CorrectionPart(uint32_t lane, uint32_t chunk) const;
+  __device__ float CorrectionSum(uint32_t lane, uint32_t chunk, uint32_t share) const;
   __device__ float ExpectedError(uint32_t lane, uint32_t chunks) const;
   __device__ bool Judge();
 
@@ -178,20 +178,16 @@ __device__ uint32_t HeadSelector::KeepSizes(const TreeLevel& level, SizeOf size_
 
 // ---- judgement ----
 
-// The squared length of some of a lane's channels of the slopes' correction.
-__device__ CutWeight HeadSelector::CorrectionPart(uint32_t lane, uint32_t chunk) const {
-  const uint32_t dim = step_.value_dim, warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+// A share of a channel's sum of the slopes' correction. A thread has a channel.
+__device__ float HeadSelector::CorrectionSum(uint32_t lane, uint32_t chunk, uint32_t share) const {
+  const uint32_t dim = step_.value_dim, thread = threadIdx.x % 32;
   float sum = 0;
-  for (uint32_t s = warp; s < row_.tree_slices; s += kCutWarps) {
+#pragma unroll 4
+  for (uint32_t s = share; s < row_.tree_slices; s += kOutputShares) {
     const float* state = StateOfGroups(lane / kLanes, s) + lane % kLanes * (kStateHead + 2 * dim);
     sum += state[kStateHead + dim + chunk * kOutputChannels + thread];
   }
-  __syncthreads();  // the part before has been read
-  memory_->outputs[warp][0][thread] = sum;
-  __syncthreads();
-  sum = 0;
-  for (uint32_t w = 0; w < kCutWarps; ++w) sum += memory_->outputs[w][0][thread];
-  return __float_as_uint(SumOfWarp(sum * sum));
+  return sum;
 }
 
 // What the lane's output errs by if what the last estimate has stays estimated. A warp.
@@ -226,8 +222,13 @@ __device__ float HeadSelector::ExpectedError(uint32_t lane, uint32_t chunks) con
 // Whether all heads are within the tolerance. Of those that are not, less may be left to estimates
 // from now on; the others need no more leaves.
 __device__ bool HeadSelector::Judge() {
-  const uint32_t chunks =
-      MeasureParts([this](uint32_t lane, uint32_t chunk) { return CorrectionPart(lane, chunk); });
+  const uint32_t chunks = MeasureParts(
+      [this](uint32_t lane, uint32_t chunk, uint32_t share) {
+        return make_float2(CorrectionSum(lane, chunk, share), 0);
+      },
+      [](uint32_t, float2 sums) -> CutWeight {
+        return __float_as_uint(SumOfWarp(sums.x * sums.x));
+      });
   const auto within = static_cast<float>(row_.head_tolerance);
   bool all_within = true;
   for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {

@@ -17,9 +17,9 @@ class TreeSelector : public TreeErrors {
 
  private:
   __device__ void Rank(const TreeLevel& level);
-  template <typename FateOf, typename SizeOf>
+  template <bool kBesideClosed, typename FateOf, typename SizeOf>
   __device__ uint32_t Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
-                           CutWeight spent, FateOf fate_of, SizeOf size_of);
+                           FateOf fate_of, SizeOf size_of);
   __device__ CutWeight ClosedErrors();
 };
 
@@ -40,18 +40,20 @@ __device__ void TreeSelector::Rank(const TreeLevel& level) {
 }
 
 // Marks the `wanted` rows that might hide the one token that a query looks for; and those that must
-// be read for the others' squared errors to stay within the tolerance's square, less what is
-// `spent` of it. The others are estimated. Puts marked rows' sizes, and 0 of others, in the place
-// of their keys; returns the sum of the thread block's own.
-template <typename FateOf, typename SizeOf>
+// be read for the others' squared errors to stay within the tolerance's square, less what closed
+// groups have of it. The others are estimated. Puts marked rows' sizes, and 0 of others, in the
+// place of their keys; returns the sum of the thread block's own.
+template <bool kBesideClosed, typename FateOf, typename SizeOf>
 __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
-                                       CutWeight spent, FateOf fate_of, SizeOf size_of) {
+                                       FateOf fate_of, SizeOf size_of) {
   Rank(level);
+  const bool spends = kBesideClosed && limited();
+  const CutWeight own_spent = spends ? ClosedErrors() : 0;
   const float per_budget = PerBudget(tolerance);
   const WeightBy error_of{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
   CutFinder best({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
-  CutFinder errors({level.error_keys, limited() ? level.own : 0}, CutLimit::kLeft,
-                   kCutOne > spent ? kCutOne - spent : 0, error_of, &memory_->cut);
+  CutFinder errors({level.error_keys, limited() ? level.own : 0}, CutLimit::kLeft, kCutOne,
+                   error_of, &memory_->cut);
 #pragma unroll 1
   for (uint32_t round = 0; round < kCutRounds; ++round) {
     best.Add(round);
@@ -60,9 +62,18 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
     const uint32_t half = exchange_.half();
     uint32_t bytes = best.Send(&exchange_);
     if (limited()) bytes += errors.Send(&exchange_);
+    if (spends && round == 0) bytes += exchange_.SendShare(own_spent);
     exchange_.Await(bytes);
-    best.Narrow(round, half);
-    if (limited()) errors.Narrow(round, half);
+    if (spends && round == 0) {
+      CutWeight before;
+      const CutWeight spent = exchange_.SumOfShares(half, &before);
+      errors.SetWeight(kCutOne > spent ? kCutOne - spent : 0);
+    }
+    if (limited()) {
+      best.NarrowWith(&errors, round, half);
+    } else {
+      best.Narrow(round, half);
+    }
     if (best.cut().known && (!limited() || errors.cut().known)) break;
   }
   uint32_t size = 0;
@@ -106,8 +117,8 @@ __device__ void TreeSelector::Open() {
   }
   const uint32_t wanted = OpenedInAnyCase(SumOfBlock(own_counts));
   const TreeLevel level = Groups();
-  const uint32_t leaves = Mark(
-      level, wanted, attention::kClosedErrorShare * row_.tolerance, 0,
+  const uint32_t leaves = Mark</*kBesideClosed=*/false>(
+      level, wanted, attention::kClosedErrorShare * row_.tolerance,
       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); },
       [](const TreeRowInfo& info) { return info.place >> 16; });
   NumberItems(level, leaves);
@@ -115,11 +126,11 @@ __device__ void TreeSelector::Open() {
 
 // ---- the choose stage ----
 
-// The errors of groups that stay closed, as a share of the tolerance's square.
+// The errors of the thread block's groups that stay closed, as a share of the tolerance's square.
 __device__ CutWeight TreeSelector::ClosedErrors() {
   const TreeLevel level = Groups();
   const float per_budget = PerBudget(row_.tolerance);
-  CutWeight own = 0, of_block, before;
+  CutWeight own = 0, of_block;
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const uint32_t slot = level.begin + i;
     const TreeRowInfo info = InfoAt(level, slot);
@@ -128,7 +139,7 @@ __device__ CutWeight TreeSelector::ClosedErrors() {
     if (closed) own += FixedShare(error2 * per_budget);
   }
   ScanBlock(own, &memory_->cut, &of_block);
-  return exchange_.Sum(of_block, &before);
+  return of_block;
 }
 
 __device__ void TreeSelector::Choose() {
@@ -143,9 +154,8 @@ __device__ void TreeSelector::Choose() {
   const bool first = CutBlocks::rank() == 0;
   if (first) StoreLaneScales();
   const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
-  const uint32_t tokens = Mark(
-      level, wanted, row_.tolerance, limited() ? ClosedErrors() : 0,
-      [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
+  const uint32_t tokens = Mark</*kBesideClosed=*/true>(
+      level, wanted, row_.tolerance, [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
       [](const TreeRowInfo& info) { return static_cast<uint32_t>(info.tokens); });
   UnitResult result = {};
   result.clusters = level.count;

@@ -46,8 +46,9 @@ struct TreeLaneScale {
   float mass_share2;
 };
 
-// A warp's channels of an output.
+// A warp's channels of an output, and how many warps share its states.
 inline constexpr uint32_t kOutputChannels = 32;
+inline constexpr uint32_t kOutputShares = 4;
 inline constexpr uint32_t kOutputChunksMax = 8;  // of a lane
 
 // Where a segment's groups are among the row's.
@@ -67,7 +68,7 @@ struct TreeSelectMemory {
   TreeLaneScale scales[kTreeLanesMax];
   float4 sums[kTreeLanesMax];    // max and sum of masses, max and sum of optimistic masses
   float moments[kTreeLanesMax];  // second moments of values, by mass
-  float outputs[kCutWarps][2][kOutputChannels];  // parts of sums: of zones, of groups
+  float2 outputs[kCutWarps][kOutputChannels];  // sums of shares of the states
   // Squared lengths of an output's channels (low half) and of the zones' mean.
   CutWeight norms[kTreeLanesMax * kOutputChunksMax];
   uint32_t first_piece;
