@@ -68,6 +68,15 @@ struct StepRow {
   DType query_dtype = DType::kFp32;
   const std::byte* queries = nullptr;  // [query_tokens, query_heads, head_dim]
   float* out = nullptr;                // [query_tokens, query_heads, value_dim]
+  // Where the caller has `out` in the end, if not as floats. A backend may write the whole row
+  // there instead, rounded as FromFloat does, and says so; lse is then NaN where a number of out is
+  // none.
+  struct FinalOut {
+    DType dtype = DType::kFp32;  // kFp32: there is no such place
+    std::byte* to = nullptr;     // [query_tokens, query_heads, value_dim]
+    bool* written = nullptr;     // false before the step
+  };
+  FinalOut final_out = {};
   float* lse = nullptr;  // [query_tokens, query_heads]; -infinity (and out 0) without tokens
   RowStats* stats = nullptr;
   // Receives why this row alone has no answer (its pages are lost or could not be read); OK

@@ -29,7 +29,10 @@ struct AnswerExtents {
 struct AnswerBuffers {
   std::span<float> out;  // [query_tokens, query_heads, value_dim]
   std::span<float> lse;  // [query_tokens, query_heads]
-  // Every element is NaN: the caller has had the time to write them.
+  // Of DecodeArgs::final_dtype; empty if that is kFp32. A backend that can writes a row's out here
+  // in place of `out` (DecodeRowResult::out_is_final). Others leave it as it is.
+  std::span<std::byte> final_out = {};  // [query_tokens, query_heads, value_dim]
+  // Every element of out and lse is NaN: the caller has had the time to write them.
   bool blank = false;
 };
 

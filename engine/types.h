@@ -148,6 +148,8 @@ struct DecodeArgs {
   // None if rows that append are of latent models.
   TensorView v;
   uint64_t v_heads = 0, v_value_dim = 0;
+  // What the caller makes of out in the end. If not kFp32, its AnswerMemory has room for that, too.
+  DType final_dtype = DType::kFp32;
   std::optional<std::chrono::steady_clock::time_point> deadline;
   const std::atomic<bool>* cancelled = nullptr;
 };
@@ -157,6 +159,7 @@ struct DecodeRowResult {
   bool told_before =
       false;  // the status is that of an earlier layer, in which the row left its pass
   attention::RowStats stats;
+  bool out_is_final = false;  // out is in AnswerBuffers::final_out alone
 };
 
 // The results of a step except out and lse, which lie in the caller's AnswerMemory.

@@ -16,7 +16,8 @@ using attention::StepRow;
 bool AreSame(const StepRow& a, const StepRow& b) {
   return a.view == b.view && a.policy == b.policy && a.past_tokens == b.past_tokens &&
          a.query_tokens == b.query_tokens && a.query_only == b.query_only &&
-         a.want_kv_head_errors == b.want_kv_head_errors && a.query_dtype == b.query_dtype;
+         a.want_kv_head_errors == b.want_kv_head_errors && a.query_dtype == b.query_dtype &&
+         a.final_out.dtype == b.final_out.dtype;
 }
 
 StepRequest Expected(uint32_t layer, std::span<const StepRow> rows) {

@@ -287,9 +287,9 @@ absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
   return sequence->AppendAndRead(writer, tokens, place.query_magnitude);
 }
 
-attention::StepRow DecodeBatch::StepRowOf(const DecodeRow& row, const Sequence& sequence,
-                                          std::shared_ptr<const attention::SequenceView> view,
-                                          DType query_dtype) {
+attention::StepRow DecodeBatch::StepRowOf(const DecodeArgs& args, const DecodeRow& row,
+                                          const Sequence& sequence,
+                                          std::shared_ptr<const attention::SequenceView> view) {
   attention::StepRow step;
   step.view = std::move(view);
   step.policy = row.policy.has_value() ? &*row.policy : &sequence.policy();
@@ -297,14 +297,15 @@ attention::StepRow DecodeBatch::StepRowOf(const DecodeRow& row, const Sequence& 
   step.query_tokens = row.query_tokens;
   step.query_only = row.query_only;
   step.want_kv_head_errors = row.want_kv_head_errors;
-  step.query_dtype = query_dtype;
+  step.query_dtype = args.q.dtype;
+  step.final_out.dtype = args.final_dtype;
   return step;
 }
 
 void DecodeBatch::AddStepRow(size_t number, const Sequence& sequence, Snapshot snapshot) {
   const DecodeRow& row = args_.rows[number];
   result_->value_dim = sequence.shape().value_dim;
-  attention::StepRow step = StepRowOf(row, sequence, std::move(snapshot.view), args_.q.dtype);
+  attention::StepRow step = StepRowOf(args_, row, sequence, std::move(snapshot.view));
   step.queries = args_.q.data + places_.of_rows[number].query_token * args_.q_heads *
                                     args_.q_head_dim * DTypeBytes(args_.q.dtype);
   step.stats = &result_->rows[number].stats;
@@ -324,6 +325,9 @@ absl::StatusOr<AnswerBuffers> DecodeBatch::TakeMemory(AnswerMemory memory) const
   ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, memory(extents));
   CHECK_EQ(buffers.out.size(), extents.out_floats());
   CHECK_EQ(buffers.lse.size(), extents.lse_floats());
+  const uint64_t final_bytes =
+      args_.final_dtype == DType::kFp32 ? 0 : extents.out_floats() * DTypeBytes(args_.final_dtype);
+  CHECK_EQ(buffers.final_out.size(), final_bytes);
   if (buffers.blank) {
     DCHECK(AllNan(buffers.out) && AllNan(buffers.lse)) << "an answer that was called blank";
     return buffers;
@@ -343,6 +347,10 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
     const size_t slot = places_.of_rows[step_row_numbers_[i]].query_token * args_.q_heads;
     step_rows_[i].out = buffers.out.data() + slot * result_->value_dim;
     step_rows_[i].lse = buffers.lse.data() + slot;
+    if (buffers.final_out.empty()) continue;
+    step_rows_[i].final_out.to =
+        buffers.final_out.data() + slot * result_->value_dim * DTypeBytes(args_.final_dtype);
+    step_rows_[i].final_out.written = &result_->rows[step_row_numbers_[i]].out_is_final;
   }
   if (step_rows_.empty()) {
     // The backend is not asked; but it may have begun, and the rows' places are free from here on.
@@ -372,6 +380,7 @@ DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
   for (attention::StepRow& row : expected.rows) {
     row.queries = nullptr;
     row.out = row.lse = nullptr;
+    row.final_out = {.dtype = row.final_out.dtype};
     row.stats = nullptr;
     row.fault = nullptr;
   }
@@ -390,7 +399,7 @@ DecodeBatch::ExpectedRows DecodeBatch::Expect(
     const DecodeRow& row = args.rows[i];
     auto view = sequences[i]->ExpectedView(args.layer, row.position);
     if (view == nullptr) return {};
-    expected.rows.push_back(StepRowOf(row, *sequences[i], std::move(view), args.q.dtype));
+    expected.rows.push_back(StepRowOf(args, row, *sequences[i], std::move(view)));
     expected.sequences.push_back(sequences[i]);
     expected.numbers.push_back(i);
   }
@@ -426,6 +435,7 @@ void DecodeBatch::ClearAnswer(const attention::StepRow& row) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   std::fill_n(row.out, lanes * result_->value_dim, nan);
   std::fill_n(row.lse, lanes, nan);
+  if (row.final_out.written != nullptr) *row.final_out.written = false;
   *row.stats = attention::RowStats();
 }
 
@@ -440,7 +450,8 @@ void DecodeBatch::RefuseOverflow() {
     const attention::RowStats& stats = *row.stats;
     const bool empty = stats.zone_tokens + stats.exact_tokens + stats.estimated_tokens == 0;
     constexpr float kInfinity = std::numeric_limits<float>::infinity();
-    const bool finite = AllFinite(DType::kFp32, out, lanes * result_->value_dim) &&
+    const bool is_final = row.final_out.written != nullptr && *row.final_out.written;
+    const bool finite = (is_final || AllFinite(DType::kFp32, out, lanes * result_->value_dim)) &&
                         std::all_of(row.lse, row.lse + lanes, [empty](float lse) {
                           return std::isfinite(lse) || (empty && lse == -kInfinity);
                         });

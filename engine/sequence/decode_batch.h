@@ -131,9 +131,9 @@ class DecodeBatch {
   // Appends the row's tokens, if it has any, and returns what its step reads.
   absl::StatusOr<Snapshot> Take(size_t row, WriterId writer, Sequence* sequence) const;
   // Without what a message brings and gets.
-  static attention::StepRow StepRowOf(const DecodeRow& row, const Sequence& sequence,
-                                      std::shared_ptr<const attention::SequenceView> view,
-                                      DType query_dtype);
+  static attention::StepRow StepRowOf(const DecodeArgs& args, const DecodeRow& row,
+                                      const Sequence& sequence,
+                                      std::shared_ptr<const attention::SequenceView> view);
   void AddStepRow(size_t row, const Sequence& sequence, Snapshot snapshot);
   void ClearFaulty();
   void ClearAnswer(const attention::StepRow& row);

@@ -412,7 +412,8 @@ struct StepHeader {
   uint32_t tiles;                    // of all units
   uint32_t tiles_max;                // of a unit
   uint32_t estimate_pieces_max;      // of a row
-  uint32_t query_dtype;              // DType
+  uint16_t query_dtype;              // DType
+  uint16_t out_dtype;                // DType
   uint32_t coop_counts[kCoopSizes];  // units that groups of kCoopBlocks[i] thread blocks answer
   float softmax_scale;
   uint32_t tree_items;
@@ -457,8 +458,8 @@ struct StepHeader {
 
   // Outputs. The first four lie in pinned memory of the host, where the kernels that answer write
   // them. The others, and fates, are copied back if they are wanted.
-  float* out;                // [query_tokens][query_heads][value_dim]
-  float* lse;                // [query_tokens][query_heads]
+  std::byte* out;            // [query_tokens][query_heads][value_dim] of out_dtype
+  float* lse;                // [query_tokens][query_heads]; NaN where a number of out is none
   LaneResult* lane_results;  // [query_tokens][query_heads]
   UnitResult* last_results;  // [units] what unit_results are in the end, of units over clusters
   uint32_t* missing_count;   // of entries that `missing` has, or would have; null as `carried`

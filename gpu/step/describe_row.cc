@@ -89,7 +89,8 @@ WaveShape WaveShapeOf(const StepRow& row, uint32_t layer) {
                     .softmax_scale = shape.softmax_scale,
                     .query_dtype = row.query_dtype,
                     .reads_files = row.view->paged() && ReadsClusters(KindOf(row, layer)),
-                    .miss_wait_us = std::nullopt};
+                    .miss_wait_us = std::nullopt,
+                    .out_dtype = row.final_out.dtype};
   if (wave.reads_files && EstimatesMisses(*row.policy)) {
     wave.miss_wait_us = row.policy->miss_wait_us;
   }

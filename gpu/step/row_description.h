@@ -33,6 +33,7 @@ struct WaveShape {
   // Rows that estimate what does not come in time wait so long, in microseconds from the step's
   // start; absent for rows that wait for all their pages, and unless reads_files.
   std::optional<uint32_t> miss_wait_us = std::nullopt;
+  DType out_dtype = DType::kFp32;
   bool operator==(const WaveShape&) const = default;
 
   uint32_t query_heads() const { return kv_heads * group; }

@@ -81,8 +81,12 @@ void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
   const uint64_t from = part.ref.first_query_token * heads;
   const uint64_t to = part.first_token * heads;
   const uint64_t lanes = part.tokens * heads;
-  std::memcpy(row.out + to * value_dim, At<float>(results, writer.results().out) + from * value_dim,
-              lanes * value_dim * sizeof(float));
+  const DType dtype = writer.shape().out_dtype;
+  auto* const out =
+      dtype == DType::kFp32 ? reinterpret_cast<std::byte*>(row.out) : row.final_out.to;
+  const uint64_t lane_bytes = value_dim * DTypeBytes(dtype);
+  std::memcpy(out + to * lane_bytes, results + writer.results().out + from * lane_bytes,
+              lanes * lane_bytes);
   std::memcpy(row.lse + to, At<float>(results, writer.results().lse) + from, lanes * sizeof(float));
 }
 
@@ -200,6 +204,7 @@ void StepTotals::FinishRow(uint32_t number) const {
   const StepRow& row = request_.rows[number];
   const Row& totals = rows_[number];
   CHECK_EQ(totals.query_tokens, row.query_tokens) << "parts of the row are missing, or came twice";
+  if (row.final_out.dtype != DType::kFp32) *row.final_out.written = true;
   RowStats& stats = *row.stats = totals.stats;
   const uint64_t off_device = stats.host_tokens + stats.ssd_tokens;
   CHECK_LE(off_device, stats.zone_tokens + stats.exact_tokens);

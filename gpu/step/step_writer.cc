@@ -278,7 +278,8 @@ void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers
     if (part.ref.coop_blocks != 0) continue;
     h.estimate_pieces_max = std::max(h.estimate_pieces_max, part.ref.estimate_pieces);
   }
-  h.query_dtype = static_cast<uint32_t>(shape_.query_dtype);
+  h.query_dtype = static_cast<uint16_t>(shape_.query_dtype);
+  h.out_dtype = static_cast<uint16_t>(shape_.out_dtype);
   h.softmax_scale = shape_.softmax_scale;
   h.tail_block_head_bytes = uint64_t{attention::kTailBlockTokens} *
                             (kernel.head_dim + kernel.value_dim) * DTypeBytes(kernel.dtype);
@@ -314,7 +315,7 @@ void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers
     h.missing_count = At<uint32_t>(device_scratch, places.Copied(places.result.missing_count));
     h.estimates_misses = shape_.miss_wait_us.has_value() ? 1 : 0;
   }
-  h.out = At<float>(buffers.results, places.result.out);
+  h.out = buffers.results + places.result.out;
   h.lse = At<float>(buffers.results, places.result.lse);
   h.lane_results = At<LaneResult>(buffers.results, places.result.lane_results);
   h.last_results = At<UnitResult>(buffers.results, places.result.unit_results);

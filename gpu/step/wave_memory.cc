@@ -161,7 +161,7 @@ WavePlaces PlacesOf(const WaveCounts& counts, const WaveShape& shape, bool with_
   PlaceScratch(counts, shape, &places);
   const uint64_t lanes = Times(counts.query_tokens, shape.query_heads());
   Placer results;
-  places.result.out = results.Place(lanes, shape.kernel.value_dim * sizeof(float));
+  places.result.out = results.Place(lanes, shape.kernel.value_dim * DTypeBytes(shape.out_dtype));
   places.result.lse = results.Place(lanes, sizeof(float));
   places.result.lane_results = results.Place(lanes, sizeof(LaneResult));
   places.result.unit_results = results.Place(counts.units, sizeof(UnitResult));

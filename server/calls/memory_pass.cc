@@ -89,6 +89,7 @@ absl::StatusOr<std::unique_ptr<MemoryPass>> MemoryPass::Declare(const Stream& st
   std::unique_ptr<MemoryPass> pass(new MemoryPass(stream, proto, std::move(region)));
   ATTND_RETURN_IF_ERROR(pass->Check());
   ATTND_RETURN_IF_ERROR(pass->MakeCopies());
+  stream.step->args.final_dtype = stream.step->output_dtype;
   return pass;
 }
 
@@ -247,7 +248,7 @@ absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* r
   queue_time_ += start - arrival;
   engine_time_ += end - start;
   if (status.ok()) {
-    CopyOut(layer);
+    CopyOut(layer, *result);
     stats_.Add(*result);
     failed_rows_ = static_cast<uint32_t>(
         std::count_if(result->rows.begin(), result->rows.end(),
@@ -284,31 +285,49 @@ absl::StatusOr<engine::AnswerBuffers> MemoryPass::Provide(const engine::AnswerEx
   // Again, as now the sequences themselves have said how wide their values are.
   ATTND_RETURN_IF_ERROR(CheckOutputs(extents));
   extents_ = extents;
+  std::span<std::byte> final_out;
+  if (const DType dtype = stream_.step->output_dtype; dtype != DType::kFp32) {
+    final_out = {OutOf(stream_.step->args.layer), extents.out_floats() * DTypeBytes(dtype)};
+  }
   const bool same = out_.size() == extents.out_floats() && lse_.size() == extents.lse_floats();
   const bool blank = std::exchange(blank_, false) && same;
   out_.resize(extents.out_floats());
   lse_.resize(extents.lse_floats());
-  return engine::AnswerBuffers{.out = out_, .lse = lse_, .blank = blank};
+  return engine::AnswerBuffers{.out = out_, .lse = lse_, .final_out = final_out, .blank = blank};
 }
 
 void MemoryPass::BlankAnswer() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-  std::fill(out_.begin(), out_.end(), kNan);
+  if (!out_is_blank_) std::fill(out_.begin(), out_.end(), kNan);
   std::fill(lse_.begin(), lse_.end(), kNan);
   blank_ = true;
 }
 
-void MemoryPass::CopyOut(uint32_t layer) {
+void MemoryPass::CopyOut(uint32_t layer, const engine::DecodeResult& result) {
   if (extents_.out_floats() == 0) {  // no row is left, and the engine has written nothing
     extents_ = declared_;
     out_.assign(extents_.out_floats(), std::numeric_limits<float>::quiet_NaN());
     lse_.assign(extents_.lse_floats(), std::numeric_limits<float>::quiet_NaN());
   }
-  FromFloat(stream_.step->output_dtype, out_.data(), extents_.out_floats(),
-            region_.data() + plane::LayerOffset(out_span_, layer));
+  const DType dtype = stream_.step->output_dtype;
+  const uint64_t token_floats = extents_.query_heads * extents_.value_dim;
+  uint64_t first = 0;  // of a row's floats
+  out_is_blank_ = true;
+  for (size_t row = 0; row < result.rows.size(); ++row) {
+    const uint64_t floats = stream_.step->rows[row].query_tokens * token_floats;
+    if (!result.rows[row].out_is_final) {
+      FromFloat(dtype, out_.data() + first, floats, OutOf(layer) + first * DTypeBytes(dtype));
+      out_is_blank_ = false;
+    }
+    first += floats;
+  }
   if (!stream_.options->want_lse) return;
   std::memcpy(region_.data() + plane::LayerOffset(lse_span_, layer), lse_.data(),
               extents_.lse_floats() * sizeof(float));
+}
+
+std::byte* MemoryPass::OutOf(uint32_t layer) const {
+  return region_.data() + plane::LayerOffset(out_span_, layer);
 }
 
 void MemoryPass::RunStep(absl::FunctionRef<void()> step) const {

@@ -30,10 +30,12 @@ namespace attnd::server {
 absl::Status CheckSpin(absl::string_view field, uint32_t spin_us);
 
 // Between the client's memory and the engine stand buffers of the server's own: q, k and v are
-// copied before anything is checked, and each byte of out and lse is written once, when the engine
-// is done. So nothing that has been checked can change any more. Only what the engine has got ready
-// for the layer begins with the client's memory itself, and counts for nothing if it has read other
-// bytes than were copied. Offsets come from the declaration, never from the memory.
+// copied before anything is checked, so that nothing that has been checked can change any more.
+// Only what the engine has got ready for the layer begins with the client's memory itself, and
+// counts for nothing if it has read other bytes than were copied. A backend that writes the
+// client's dtype writes out to the client's memory; where it has not, and for a row that turns out
+// to have no answer, it is written there when the engine is done. Offsets come from the
+// declaration, never from the memory.
 //
 // One thread, which Run occupies: it waits for the client's turns.
 class MemoryPass {
@@ -105,7 +107,9 @@ class MemoryPass {
   // Has what the engine has got ready begin with what lies in the client's memory.
   void BeginLayer(engine::Pass* pass, uint32_t layer);
   void CopyIn(uint32_t layer);
-  void CopyOut(uint32_t layer);
+  // What the engine's backend has not written there itself.
+  void CopyOut(uint32_t layer, const engine::DecodeResult& result);
+  std::byte* OutOf(uint32_t layer) const;  // in the region
   const std::byte* InRegion(const Input& input, uint32_t layer) const;
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
   // Makes the last layer's buffers ready for the next one's answer, in the time that the model
@@ -130,7 +134,8 @@ class MemoryPass {
   engine::AnswerExtents extents_;
   std::vector<float> out_;
   std::vector<float> lse_;
-  bool blank_ = false;  // all of them are NaN
+  bool blank_ = false;         // all of them are NaN
+  bool out_is_blank_ = false;  // out_ is: the backend has written the last layer's to the region
   PassStats stats_;
   uint32_t failed_rows_ = 0;
   bool rung_ = false;      // for its first layer

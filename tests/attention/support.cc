@@ -314,6 +314,7 @@ StepRow ExpectedRow(const TestRow& row) {
   step_row.query_only = row.query_only;
   step_row.want_kv_head_errors = row.want_kv_head_errors;
   step_row.query_dtype = row.query_dtype;
+  step_row.final_out.dtype = row.final_dtype;
   return step_row;
 }
 
@@ -343,6 +344,11 @@ StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRo
     step_row.out = target.out.data();
     step_row.lse = target.lse.data();
     step_row.stats = &target.stats;
+    if (row.final_dtype != DType::kFp32) {
+      target.final_out.assign(target.out.size() * DTypeBytes(row.final_dtype), std::byte{0xcd});
+      step_row.final_out.to = target.final_out.data();
+      step_row.final_out.written = &target.out_is_final;
+    }
     if (faults != nullptr) step_row.fault = &faults->at(r);
     step_rows.push_back(step_row);
   }

@@ -133,6 +133,7 @@ struct TestRow {
   bool query_only = false;
   bool want_kv_head_errors = true;
   DType query_dtype = DType::kFp32;
+  DType final_dtype = DType::kFp32;  // of StepRow::final_out
   std::vector<float> queries;  // [query_tokens, query_heads, head_dim], as rounded to query_dtype
   uint64_t seen(uint32_t query_token) const {
     return query_only ? past_tokens : past_tokens + query_token + 1;
@@ -146,6 +147,8 @@ TestRow MakeRow(TestSequence* sequence, const Policy& policy, uint64_t past_toke
 struct RowResult {
   std::vector<float> out;  // [query_tokens, query_heads, value_dim]
   std::vector<float> lse;  // [query_tokens, query_heads]
+  std::vector<std::byte> final_out;
+  bool out_is_final = false;
   RowStats stats;
 };
 struct StepResult {

@@ -45,7 +45,10 @@ void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& fau
     if (!ReadsClusters(row)) continue;
     const uint64_t lanes =
         uint64_t{header.kv_heads} * header.group * (row.first_query_token + row.query_tokens);
-    header.out[lanes * shape.value_dim - 1] = std::nanf("");
+    const auto dtype = static_cast<DType>(header.out_dtype);
+    const float nan = std::nanf("");
+    FromFloat(dtype, &nan, 1, header.out + (lanes * shape.value_dim - 1) * DTypeBytes(dtype));
+    if (dtype != DType::kFp32) header.lse[lanes - 1] = nan;
   }
   for (uint32_t unit = 0; faults.miscounted && unit < header.units; ++unit) {
     ++header.last_results[unit].chosen_tokens;

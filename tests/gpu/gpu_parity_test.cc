@@ -20,6 +20,7 @@
 #include "tests/engine/passes_support.h"
 #include "tests/engine/support.h"
 #include "tests/gpu/agreement.h"
+#include "tests/gpu/final_out.h"
 #include "tests/gpu/on_gpu.h"
 #include "tests/gpu/support.h"
 
@@ -119,6 +120,16 @@ TEST_P(GpuParity, AnswersStatisticsAndPlansAreTheCpus) {
   }
   EXPECT_EQ(gpu->stats().fallback_steps, 0u);
   EXPECT_TRUE(gpu->Health().ok()) << gpu->Health();
+}
+
+TEST_P(GpuParity, OutIsRoundedAsTheHostDoes) {
+  const auto gpu = Make();
+  SKIP_WITHOUT_GPU(gpu);
+  const SequenceSpec spec = Spec();
+  SCOPED_TRACE(testing::Message() << spec);
+  TestSequence sequence = MakeSequence(spec);
+  const std::vector<TestRow> rows = RowsOfPolicies(&sequence, 0, 3, DType::kFp32);
+  for (const DType dtype : {DType::kBf16, DType::kFp16}) ExpectFinalOut(gpu.get(), 0, rows, dtype);
 }
 
 TEST_P(GpuParity, ARowsBitsDependOnItselfAlone) {

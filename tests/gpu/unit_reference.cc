@@ -197,9 +197,13 @@ bool Unit::Misses(uint32_t segment, uint32_t begin, uint32_t end) const {
 
 void Unit::Write(uint32_t head, const Softmax& state) const {
   const Vector out = state.Out();
-  float* target = header.out + Slot(head) * shape.value_dim;
-  for (size_t c = 0; c < out.size(); ++c) target[c] = static_cast<float>(out[c]);
-  header.lse[Slot(head)] = static_cast<float>(state.lse());
+  const auto dtype = static_cast<DType>(header.out_dtype);
+  const std::vector<float> floats(out.begin(), out.end());
+  FromFloat(dtype, floats.data(), floats.size(),
+            header.out + Slot(head) * shape.value_dim * DTypeBytes(dtype));
+  const bool numbers =
+      std::all_of(floats.begin(), floats.end(), [](float x) { return std::isfinite(x); });
+  header.lse[Slot(head)] = numbers ? static_cast<float>(state.lse()) : std::nanf("");
 }
 
 }  // namespace attnd::gpu::test::reference

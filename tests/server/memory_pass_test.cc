@@ -345,6 +345,32 @@ TEST_F(HeldMemoryPassTest, DataThatChangesUnderWayIsNotSeen) {
   EXPECT_EQ(client.Reply().status().code(), 0);
 }
 
+// What the engine's backend writes in the client's dtype is the answer as it is.
+TEST_F(HeldMemoryPassTest, AnswersInTheClientsDtypeAreNotTouched) {
+  StartServer();
+  MemoryPassClient client(*server_);
+  const auto out_of_pass = [&](v1::DType dtype) {
+    v1::DecodeRequest request = client.Declaration();
+    request.set_output_dtype(dtype);
+    EXPECT_TRUE(client.Declare(request));
+    for (uint32_t layer = 0; layer < MemoryPassClient::kLayers; ++layer) {
+      client.Ring(layer);
+      EXPECT_TRUE(client.WaitFor(layer));
+    }
+    EXPECT_EQ(client.Reply().status().code(), 0);
+    return client.floats(client.kOut);
+  };
+  const auto first_half = [](const float* out) {
+    uint16_t bits = 0;
+    std::memcpy(&bits, out, sizeof(bits));
+    return Bf16ToFloat(bits);
+  };
+  EXPECT_EQ(first_half(out_of_pass(v1::DTYPE_BF16)), 1.0f) << "rounded by the server";
+  engine_.WriteFinalAnswers();
+  EXPECT_EQ(first_half(out_of_pass(v1::DTYPE_BF16)), 2.0f);
+  EXPECT_EQ(out_of_pass(v1::DTYPE_FP32)[0], 1.0f) << "floats have no other place";
+}
+
 // The engine gets ready for a layer that is rung for at once, gives that up when the ring takes its
 // time, and does so no more until a ring comes at once again.
 TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {

@@ -12,6 +12,7 @@
 #include "gpu/cuda/step/answered.cuh"
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
+#include "gpu/layout/kernel_shapes.h"
 
 namespace attnd::gpu {
 
@@ -256,6 +257,20 @@ __device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const Lan
   return result;
 }
 
+// Writes number `at` of out, rounded to nearest, ties to even.
+__device__ __forceinline__ void StoreOut(const StepHeader& step, uint64_t at, float value) {
+  switch (step.out_dtype) {
+    case static_cast<uint32_t>(DType::kBf16):
+      reinterpret_cast<__nv_bfloat16*>(step.out)[at] = Element<__nv_bfloat16>::Pack(value, value).x;
+      return;
+    case static_cast<uint32_t>(DType::kFp16):
+      reinterpret_cast<__half*>(step.out)[at] = Element<__half>::Pack(value, value).x;
+      return;
+    default:
+      reinterpret_cast<float*>(step.out)[at] = value;
+  }
+}
+
 // Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
 template <int kValueDim, uint32_t kWarps>
 __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePlace& place,
@@ -264,11 +279,13 @@ __device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePl
   static_assert(kValueDim <= kWarps * 32);
   const float sum = lane.sums[kZones] + lane.sums[kOthers];
   const float value = sum > 0 ? (lane.zone_value + lane.other_value) / sum : 0.0f;
-  if (threadIdx.x < kValueDim) step.out[place.slot * kValueDim + threadIdx.x] = value;
+  if (threadIdx.x < kValueDim) StoreOut(step, place.slot * kValueDim + threadIdx.x, value);
   const float zone_mean = lane.sums[kZones] > 0 ? lane.zone_value / lane.sums[kZones] : 0.0f;
   const float2 norms2 = SquaredNorms(value, zone_mean, norms);
   if (threadIdx.x == 0) {
-    step.lse[place.slot] = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
+    // Values are so bounded that squares of their means are numbers if these are.
+    const float lse = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
+    step.lse[place.slot] = norms2.x <= FLT_MAX ? lse : NAN;
     step.lane_results[place.slot] =
         scale != nullptr && sum > 0 ? ResultOf(lane, *scale, norms2) : LaneResult{1, 1, 0, 0};
   }

@@ -18,6 +18,7 @@
 
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/emulated/support.h"
+#include "tests/gpu/final_out.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -85,6 +86,18 @@ TEST_P(EmulatedStep, AnswersAreTheCpus) {
   const StepResult step = RunStep(emulated.get(), 1, rows);
   EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 1, rows), rows));
   EXPECT_EQ(emulated->stats().fallback_steps, 0u);
+}
+
+// Out in the caller's dtype has the host's bits.
+TEST_P(EmulatedStep, OutIsRoundedAsTheHostDoes) {
+  const Case& c = GetParam();
+  CudaBackendOptions options = SmallOptions();
+  options.cooperative_groups = c.cooperative_groups;
+  const auto emulated = MakeEmulatedBackend(options);
+  TestSequence sequence = MakeSequence(SpecOf(c.sequence, c.dtype));
+  const std::vector<Policy> policies = {Parse("streaming"), Parse("error-target")};
+  const std::vector<TestRow> rows = RowsOf(&sequence, /*layer=*/0, policies, c.tokens);
+  ExpectFinalOut(emulated.get(), 0, rows, c.dtype);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, EmulatedStep, testing::ValuesIn(kCases),
