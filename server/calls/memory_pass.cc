@@ -186,9 +186,15 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
   while (pass->layer() < stream_.options->layers) {
     ATTND_RETURN_IF_ERROR(AwaitRing(pass));
     rung_ = true;
-    ATTND_RETURN_IF_ERROR(AnswerLayer(pass, result));
+    const LayerTimes times = AnswerLayer(pass, result);
+    // Before the answer wakes the client: the system may put the client on this core, where it
+    // would wait for this thread. A GPU does not, and nor is anybody woken for it.
+    const bool tells_first = waiting_ == plane::Waiting::kWoken || !times.status.ok();
+    if (tells_first) ReportLayer(times, *result);
+    ATTND_RETURN_IF_ERROR(times.status);
     turns_.Answer(failed_rows_);
     PrepareLayer(pass);
+    if (!tells_first) ReportLayer(times, *result);
   }
   if (stream_.options->stats == v1::Pass::STATS_OF_PASS) *result = stats_.Total(*result);
   return absl::OkStatus();
@@ -227,43 +233,45 @@ absl::Status MemoryPass::AwaitRingUntil(Clock::time_point latest) const {
                            .stopping = stream_.stopping});
 }
 
-absl::Status MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* result) {
-  const Clock::time_point arrival = Clock::now();
+MemoryPass::LayerTimes MemoryPass::AnswerLayer(engine::Pass* pass, engine::DecodeResult* result) {
+  LayerTimes times;
+  times.arrival = Clock::now();
   engine::DecodeArgs& args = stream_.step->args;
   const uint32_t layer = pass->layer();
   args.layer = layer;
   args.deadline =
-      Earlier(DeadlineAt(arrival, stream_.step->deadline_us), stream_.options->deadline);
+      Earlier(DeadlineAt(times.arrival, stream_.step->deadline_us), stream_.options->deadline);
   if (prepared_) BeginLayer(pass, layer);
   CopyIn(layer);
   extents_ = {};
-  Clock::time_point start, end;
-  absl::Status status;
   RunStep([&] {
-    start = Clock::now();
-    status = pass->Step(
+    times.start = Clock::now();
+    times.status = pass->Step(
         args, [this](const engine::AnswerExtents& extents) { return Provide(extents); }, result);
-    end = Clock::now();
+    times.end = Clock::now();
   });
-  queue_time_ += start - arrival;
-  engine_time_ += end - start;
-  if (status.ok()) {
+  if (times.status.ok()) {
     CopyOut(layer, *result);
-    stats_.Add(*result);
     failed_rows_ = static_cast<uint32_t>(
         std::count_if(result->rows.begin(), result->rows.end(),
                       [](const engine::DecodeRowResult& row) { return !row.status.ok(); }));
   }
-  // Before the answer wakes the client: the system may put the client on this core, where it would
-  // wait for this thread.
+  times.answered = Clock::now();
+  return times;
+}
+
+void MemoryPass::ReportLayer(const LayerTimes& times, const engine::DecodeResult& result) {
+  queue_time_ += times.start - times.arrival;
+  engine_time_ += times.end - times.start;
+  const absl::Status& status = times.status;
+  if (status.ok()) stats_.Add(result);
   Metrics* const metrics = stream_.handlers->metrics;
   if (absl::IsResourceExhausted(status)) metrics->OnRejected(Rejection::kMemory);
-  metrics->OnStep(status.code(), status.ok() ? result : nullptr,
+  metrics->OnStep(status.code(), status.ok() ? &result : nullptr,
                   {stream_.step->rows, stream_.handlers->options->max_sequence_tokens});
-  metrics->OnStage(Stage::kQueue, start - arrival);
-  metrics->OnStage(Stage::kEngine, end - start);
-  metrics->OnStage(Stage::kRpc, Clock::now() - end);
-  return status;
+  metrics->OnStage(Stage::kQueue, times.start - times.arrival);
+  metrics->OnStage(Stage::kEngine, times.end - times.start);
+  metrics->OnStage(Stage::kRpc, times.answered - times.end);
 }
 
 void MemoryPass::BeginLayer(engine::Pass* pass, uint32_t layer) {

@@ -103,7 +103,15 @@ class MemoryPass {
     return rung_ ? &stream_.prompt_rings->later : &stream_.prompt_rings->first;
   }
   absl::Status AwaitRingUntil(Clock::time_point latest) const;
-  absl::Status AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
+  // What became of a layer's step, and when: its ring was seen, it began and ended, its answer lay
+  // in the region.
+  struct LayerTimes {
+    absl::Status status;
+    Clock::time_point arrival, start, end, answered;
+  };
+  LayerTimes AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
+  // Counts it.
+  void ReportLayer(const LayerTimes& times, const engine::DecodeResult& result);
   // Has what the engine has got ready begin with what lies in the client's memory.
   void BeginLayer(engine::Pass* pass, uint32_t layer);
   void CopyIn(uint32_t layer);
