@@ -40,6 +40,8 @@ absl::Status EngineImpl::RunStep(const DecodeArgs& args, AnswerMemory memory, De
     result->validate_time = std::chrono::steady_clock::now() - start;
     // One that may wait for the disk does not hold builders up.
     if (PrefetchNextLayer(args.layer, batch->step_rows())) step.reset();
+    const auto sequence_id = [&](size_t row) { return batch->sequence_id(row); };
+    if (MayAudit(args.layer, batch->step_rows(), sequence_id)) batch->AnswerInFloats();
     ATTND_RETURN_IF_ERROR(batch->Run(backend_.get(), memory, prepared));
     PutAwayDamaged(*batch, *result);
     if (auditor_ != nullptr) OfferToAudit(args.layer, *batch);
@@ -98,6 +100,15 @@ void EngineImpl::PutAwayDamaged(const DecodeBatch& batch, const DecodeResult& re
                   [](const DecodeRowResult& row) { return absl::IsDataLoss(row.status); });
   if (!any || archive_ == nullptr) return;
   for (const attention::StepRow& row : batch.step_rows()) archive_->PutAwayDamaged(*row.view);
+}
+
+bool EngineImpl::MayAudit(uint32_t layer, std::span<const attention::StepRow> rows,
+                          absl::FunctionRef<uint64_t(size_t)> sequence_id) const {
+  if (auditor_ == nullptr) return false;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (auditor_->Picks(sequence_id(i), layer, rows[i])) return true;
+  }
+  return false;
 }
 
 void EngineImpl::OfferToAudit(uint32_t layer, const DecodeBatch& batch) {

@@ -166,6 +166,10 @@ class EngineImpl final : public Engine {
   // there are any.
   bool PrefetchNextLayer(uint32_t layer, std::span<const attention::StepRow> rows) const;
   void PutAwayDamaged(const DecodeBatch& batch, const DecodeResult& result);
+  // Whether one of a step's rows may be audited: then all are answered in floats, as rows that
+  // differ in that are two waves of a GPU's. sequence_id: of each row.
+  bool MayAudit(uint32_t layer, std::span<const attention::StepRow> rows,
+                absl::FunctionRef<uint64_t(size_t)> sequence_id) const;
   void OfferToAudit(uint32_t layer, const DecodeBatch& batch);
 
   // Sequences on disk (engine_sealed.cc).

@@ -94,6 +94,10 @@ class EngineImpl::PassImpl final : public Pass {
   bool PrepareNextLayer() override {
     spent_.reset();
     if (layer_ == layers_ || expected_.rows.empty()) return false;
+    const auto sequence_id = [&](size_t row) { return rows_[expected_.numbers[row]].sequence_id; };
+    if (engine_->MayAudit(layer_, expected_.rows, sequence_id)) {
+      DecodeBatch::AnswerInFloats(expected_.rows);
+    }
     attention::StepRequest request;
     request.layer = layer_;
     request.rows = expected_.rows;

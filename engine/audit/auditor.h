@@ -58,6 +58,12 @@ class Auditor {
   // refuses the thread.
   absl::Status Start();
 
+  // Whether Offer may take the row once it is answered. Such a row has no final_out: out would be
+  // rounded, and may lie in memory that a client writes.
+  bool Picks(uint64_t sequence_id, uint32_t layer, const attention::StepRow& row) const {
+    return Picks(options_, sequence_id, layer, row.past_tokens);
+  }
+
   // Takes a row that was answered, if the row is picked. Its buffers are read before Offer returns.
   // Never waits and never fails: if something is in the way, the row is not audited, and the
   // listener is told why, unless the row has a fault. Does nothing after Shutdown.

@@ -347,7 +347,7 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
     const size_t slot = places_.of_rows[step_row_numbers_[i]].query_token * args_.q_heads;
     step_rows_[i].out = buffers.out.data() + slot * result_->value_dim;
     step_rows_[i].lse = buffers.lse.data() + slot;
-    if (buffers.final_out.empty()) continue;
+    if (step_rows_[i].final_out.dtype == DType::kFp32) continue;
     step_rows_[i].final_out.to =
         buffers.final_out.data() + slot * result_->value_dim * DTypeBytes(args_.final_dtype);
     step_rows_[i].final_out.written = &result_->rows[step_row_numbers_[i]].out_is_final;
@@ -369,6 +369,10 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
   return absl::OkStatus();
 }
 
+void DecodeBatch::AnswerInFloats(std::span<attention::StepRow> rows) {
+  for (attention::StepRow& row : rows) row.final_out = {};
+}
+
 DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
   ExpectedRows expected;
   expected.rows = std::move(step_rows_);
@@ -380,7 +384,7 @@ DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
   for (attention::StepRow& row : expected.rows) {
     row.queries = nullptr;
     row.out = row.lse = nullptr;
-    row.final_out = {.dtype = row.final_out.dtype};
+    row.final_out = {.dtype = args_.final_dtype};  // this layer's may have been audited
     row.stats = nullptr;
     row.fault = nullptr;
   }

@@ -72,6 +72,9 @@ class DecodeBatch {
   uint64_t sequence_id(size_t step_row) const {
     return args_.rows[step_row_numbers_[step_row]].sequence_id;
   }
+  // Has the rows answered in floats, whatever the caller's final_dtype is; before Run.
+  static void AnswerInFloats(std::span<attention::StepRow> rows);
+  void AnswerInFloats() { AnswerInFloats(step_rows_); }
   // Answers the accepted rows, into the caller's memory, for which it asks once. prepared: what the
   // backend has prepared for them, or null.
   absl::Status Run(attention::Backend* backend, AnswerMemory memory,

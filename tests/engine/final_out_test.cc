@@ -8,10 +8,12 @@
 #include <cmath>
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "tests/engine/audit/audit_support.h"
 #include "tests/engine/forwarding_backend.h"
+#include "tests/engine/passes_support.h"
 #include "tests/engine/support.h"
 
 namespace attnd::engine::test {
@@ -25,8 +27,14 @@ class RoundingBackend : public ForwardingBackend {
   bool nan = false;              // the first row's out has one, which its lse tells
   bool calls_estimated = false;  // its rows, which nothing is: others are not audited
   int rows_without_place = 0;
+  std::vector<DType> prepared, stepped;  // of the rows of the last such call
 
+  std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request) override {
+    prepared = DTypesOf(request);
+    return std::make_unique<NothingReady>();
+  }
   absl::Status Step(const attention::StepRequest& request) override {
+    stepped = DTypesOf(request);
     const absl::Status status = ForwardingBackend::Step(request);
     for (size_t r = 0; r < request.rows.size(); ++r) {
       const attention::StepRow& row = request.rows[r];
@@ -47,12 +55,32 @@ class RoundingBackend : public ForwardingBackend {
     }
     return status;
   }
+
+ private:
+  class NothingReady : public attention::PreparedStep {
+   public:
+    void GiveUp() override {}
+    bool Begin(std::span<const attention::RowTokens>) override { return false; }
+    bool HasBegunWith(std::span<const attention::RowTokens>) override { return false; }
+  };
+  static std::vector<DType> DTypesOf(const attention::StepRequest& request) {
+    std::vector<DType> dtypes;
+    for (const attention::StepRow& row : request.rows) dtypes.push_back(row.final_out.dtype);
+    return dtypes;
+  }
 };
 
 class FinalOutTest : public testing::Test {
  protected:
   FinalOutTest() { Start(SmallOptions(), /*observer=*/nullptr); }
 
+  absl::StatusOr<AnswerBuffers> Memory(const AnswerExtents& extents, DType dtype) {
+    out_.resize(extents.out_floats());
+    lse_.resize(extents.lse_floats());
+    final_out_.assign(dtype == DType::kFp32 ? 0 : extents.out_floats() * DTypeBytes(dtype),
+                      std::byte{0x55});
+    return AnswerBuffers{.out = out_, .lse = lse_, .final_out = final_out_};
+  }
   // Next tokens of all sequences, with a place for out of this dtype.
   DecodeResult Send(DType dtype) {
     Random random(TestSeed());
@@ -60,13 +88,7 @@ class FinalOutTest : public testing::Test {
     for (TestSequence& sequence : sequences_) rows.push_back(NextRow(&sequence, 0, 2, &random));
     Message message(0, rows);
     message.args.final_dtype = dtype;
-    const auto memory = [&](const AnswerExtents& extents) -> absl::StatusOr<AnswerBuffers> {
-      out_.resize(extents.out_floats());
-      lse_.resize(extents.lse_floats());
-      final_out_.assign(dtype == DType::kFp32 ? 0 : extents.out_floats() * DTypeBytes(dtype),
-                        std::byte{0x55});
-      return AnswerBuffers{.out = out_, .lse = lse_, .final_out = final_out_};
-    };
+    const auto memory = [&](const AnswerExtents& extents) { return Memory(extents, dtype); };
     DecodeResult result;
     const absl::Status status = engine_->Decode(kTenant, kWriter, message.args, memory, &result);
     EXPECT_TRUE(status.ok()) << status;
@@ -121,18 +143,51 @@ TEST_F(FinalOutTest, OfARowWithoutAnAnswerThereIsNone) {
   EXPECT_TRUE(result.rows[1].out_is_final);
 }
 
-// Audits are of what the caller has.
-TEST_F(FinalOutTest, IsWhatIsAudited) {
+// Audits are of numbers that nobody has rounded, or could write since.
+TEST_F(FinalOutTest, RowsThatAreAuditedHaveNone) {
   AuditRecorder observer;
   Start(AuditingOptions(), &observer);
   rounding_->calls_estimated = true;
-  Send(DType::kBf16);
+  const DecodeResult result = Send(DType::kBf16);
+  EXPECT_EQ(rounding_->rows_without_place, 3);
+  for (const DecodeRowResult& row : result.rows) EXPECT_FALSE(row.out_is_final);
   engine_->WaitForBackground();
   ASSERT_EQ(observer.audited().size(), 3u);
   for (const AuditedRow& row : observer.audited()) {
-    EXPECT_LT(row.error_max, 0.01) << "no more than rounding";
+    EXPECT_LT(row.error_max, 1e-5) << "bf16 would be off by some 1e-3";
   }
   engine_.reset();  // before its observer
+}
+
+// Of a share of them: what is prepared for a layer is the step that comes, audited or not.
+TEST_F(FinalOutTest, LayersArePreparedAsTheyAreAnswered) {
+  AuditRecorder observer;
+  EngineOptions options = AuditingOptions();
+  options.audit.share = 0.2;
+  Start(options, &observer);
+  const ModelShape shape = MakeShape(24, 4, 2, 32, 16, DType::kBf16);
+  std::vector<TestSequence> of_pass;
+  for (int i = 0; i < 2; ++i) of_pass.push_back(OpenSequence(engine_.get(), shape));
+  Random random(TestSeed());
+  const Layers layers = NextPass({&of_pass[0], &of_pass[1]}, 1, &random);
+  for (const auto& message : layers) message->args.final_dtype = DType::kBf16;
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  pass->ExpectFirstLayer(layers[0]->args);
+  int in_floats = 0;
+  for (const auto& message : layers) {
+    ASSERT_TRUE(pass->PrepareNextLayer());
+    DecodeResult result;
+    const auto memory = [this](const AnswerExtents& extents) {
+      return Memory(extents, DType::kBf16);
+    };
+    ASSERT_TRUE(pass->Step(message->args, memory, &result).ok());
+    EXPECT_EQ(rounding_->prepared, rounding_->stepped) << message->args.layer;
+    in_floats += rounding_->stepped[0] == DType::kFp32 ? 1 : 0;
+    EXPECT_EQ(rounding_->stepped[0], rounding_->stepped[1]) << "one wave";
+  }
+  pass->ForgetNextLayer();
+  EXPECT_GT(in_floats, 0);
+  EXPECT_LT(in_floats, 24);
 }
 
 }  // namespace
