@@ -186,6 +186,41 @@ TEST(EmulatedNumbers, AnyAreHarmless) {
   }
 }
 
+// Nobody looks at out that is not in floats: the kernels themselves say in lse where it has a
+// number that is none. One infinite value of the last token, which all policies read, is in each
+// head's.
+TEST(EmulatedNumbers, WhatIsNoNumberShowsInLse) {
+  for (const bool tree : {false, true}) {
+    ParityCase c = {2, 1, 64, 64, {400}, 20};
+    if (tree) c.indexes = kTreeIndexes;
+    const attention::test::SequenceSpec spec = SpecOf(c, DType::kBf16);
+    std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+    for (attention::test::HeadData& head : heads) {
+      head.values.end()[-5] = -std::numeric_limits<float>::infinity();
+    }
+    TestSequence sequence = MakeSequenceOf(spec, std::move(heads));
+    for (const bool groups : {true, false}) {
+      if (tree && groups) continue;  // no cooperative group answers them
+      CudaBackendOptions options = SmallOptions();
+      options.cooperative_groups = groups;
+      const auto emulated = MakeEmulatedBackend(options);
+      for (const DType dtype : {DType::kBf16, DType::kFp16}) {
+        SCOPED_TRACE(testing::Message()
+                     << DTypeName(dtype) << ", tree " << tree << ", groups " << groups);
+        std::vector<TestRow> rows =
+            RowsOf(&sequence, /*layer=*/0, tree ? OfTrees() : OfClusters(), 1);
+        for (TestRow& row : rows) row.final_dtype = dtype;
+        const StepResult step = RunStep(emulated.get(), 0, rows);
+        ASSERT_TRUE(step.status.ok()) << step.status;
+        for (const attention::test::RowResult& row : step.rows) {
+          EXPECT_TRUE(row.out_is_final);
+          for (const float lse : row.lse) EXPECT_TRUE(std::isnan(lse)) << lse;
+        }
+      }
+    }
+  }
+}
+
 // Quantiles take several choices: some end beside closed groups, some open all.
 TEST(EmulatedQuantiles, AnswersAreTheCpus) {
   const auto emulated = MakeEmulatedBackend(SmallOptions());
