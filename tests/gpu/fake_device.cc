@@ -102,7 +102,6 @@ uint64_t FakeControl::empty_runs() const {
   MutexLock lock(mutex_);
   return empty_runs_;
 }
-
 uint64_t FakeControl::kinds() const {
   MutexLock lock(mutex_);
   return kinds_.size();
@@ -139,7 +138,6 @@ uint64_t FakeControl::refused_maps() const {
   MutexLock lock(mutex_);
   return refused_maps_;
 }
-
 std::vector<std::thread::id> FakeControl::mappers() const {
   MutexLock lock(mutex_);
   return mappers_;
