@@ -179,11 +179,14 @@ class EngineImpl::PassImpl final : public Pass {
     return absl::OkStatus();
   }
 
-  // Nothing if a row that has not left the pass is gone.
+  // Nothing if a row that has not left the pass is gone, or the step would be refused.
   DecodeBatch::ExpectedRows ExpectLayer(const DecodeArgs& like) const {
     DecodeArgs args = like;
     args.layer = layer_;
     args.rows = rows_;
+    DecodeResult result;
+    DecodeBatch batch(args, answer_, &result);
+    if (!batch.Check(engine_->options_).ok()) return {};
     std::vector<std::shared_ptr<Sequence>> sequences(rows_.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
       if (!state_[i].status.ok()) continue;
@@ -191,7 +194,7 @@ class EngineImpl::PassImpl final : public Pass {
       if (!called.ok()) return {};
       sequences[i] = called->shared;
     }
-    return DecodeBatch::Expect(args, sequences);
+    return batch.Expect(sequences);
   }
 
   // Of what is spent, and has begun.

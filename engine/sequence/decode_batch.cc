@@ -52,30 +52,23 @@ absl::Status DecodeBatch::CheckRows(std::span<const DecodeRow> rows, const Engin
 
 absl::Status DecodeBatch::Check(const EngineOptions& options) {
   ATTND_RETURN_IF_ERROR(CheckRows(args_.rows, options));
-  places_ = PlacesOf(args_.rows);
+  places_.reserve(rows());
   step_rows_.reserve(rows());
   step_row_numbers_.reserve(rows());
   sequences_.reserve(rows());
-  const uint64_t query_tokens = places_.query_tokens, new_tokens = places_.new_tokens;
-  ATTND_RETURN_IF_ERROR(CheckTensor("q", args_.q, query_tokens, args_.q_heads, args_.q_head_dim));
-  ATTND_RETURN_IF_ERROR(CheckTensor("k", args_.k, new_tokens, args_.k_heads, args_.k_head_dim));
+  for (const DecodeRow& row : args_.rows) {
+    places_.push_back({query_tokens_, new_tokens_, 0});
+    query_tokens_ += row.query_tokens;
+    if (!row.query_only) new_tokens_ += row.query_tokens;
+  }
+  ATTND_RETURN_IF_ERROR(CheckTensor("q", args_.q, query_tokens_, args_.q_heads, args_.q_head_dim));
+  ATTND_RETURN_IF_ERROR(CheckTensor("k", args_.k, new_tokens_, args_.k_heads, args_.k_head_dim));
   if (has_values()) {
-    ATTND_RETURN_IF_ERROR(CheckTensor("v", args_.v, new_tokens, args_.v_heads, args_.v_value_dim));
+    ATTND_RETURN_IF_ERROR(CheckTensor("v", args_.v, new_tokens_, args_.v_heads, args_.v_value_dim));
   }
   result_->rows.assign(args_.rows.size(), DecodeRowResult{});
-  result_->value_dim = new_tokens > 0 ? args_.v_value_dim : 0;
+  result_->value_dim = new_tokens_ > 0 ? args_.v_value_dim : 0;
   return absl::OkStatus();
-}
-
-DecodeBatch::Places DecodeBatch::PlacesOf(std::span<const DecodeRow> rows) {
-  Places places;
-  places.of_rows.reserve(rows.size());
-  for (const DecodeRow& row : rows) {
-    places.of_rows.push_back({places.query_tokens, places.new_tokens, 0});
-    places.query_tokens += row.query_tokens;
-    if (!row.query_only) places.new_tokens += row.query_tokens;
-  }
-  return places;
 }
 
 absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
@@ -102,7 +95,7 @@ absl::Status DecodeBatch::CheckTensor(const char* name, const TensorView& tensor
 }
 
 absl::Status DecodeBatch::CheckAlone(size_t number) {
-  CHECK_EQ(places_.of_rows.size(), rows()) << "a message's rows are looked at before the message";
+  CHECK_EQ(places_.size(), rows()) << "a message's rows are looked at before the message";
   const DecodeRow& row = args_.rows[number];
   ATTND_RETURN_IF_ERROR(CheckRowAlone(row));
   if (checked_.insert(row.sequence_id).second) return absl::OkStatus();
@@ -147,20 +140,23 @@ absl::Status DecodeBatch::CheckRow(size_t number, const attention::Backend& back
   const Sequence& sequence = *sequence_of_row;
   const DecodeRow& row = args_.rows[number];
   const ModelShape& shape = sequence.shape();
+  ATTND_RETURN_IF_ERROR(CheckSequence(row, shape));
+  if (declared_answer_ == nullptr) {
+    ATTND_RETURN_IF_ERROR(CheckPolicy(row, backend, sequence_of_row));
+  }
+  return CheckNumbers(number, shape);
+}
+
+absl::Status DecodeBatch::CheckSequence(const DecodeRow& row, const ModelShape& shape) const {
   if (args_.layer >= shape.layers) {
     return absl::InvalidArgumentError(
         absl::StrCat("layer is ", args_.layer, "; the sequence has layers 0..", shape.layers - 1));
   }
   ATTND_RETURN_IF_ERROR(CheckShape(row, shape));
-  if (declared_answer_ == nullptr) {
-    ATTND_RETURN_IF_ERROR(CheckPolicy(row, backend, sequence_of_row));
-  }
   // All rows of a reply share one tensor; without v the first row accepted says what it is like.
-  if (result_->value_dim != 0 && result_->value_dim != shape.value_dim) {
-    return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,
-                                                   "; the message's is ", result_->value_dim));
-  }
-  return CheckNumbers(number, shape);
+  if (result_->value_dim == 0 || result_->value_dim == shape.value_dim) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("the sequence's value_dim is ", shape.value_dim,
+                                                 "; the message's is ", result_->value_dim));
 }
 
 absl::Status DecodeBatch::CheckPolicy(const DecodeRow& row, const attention::Backend& backend,
@@ -213,7 +209,7 @@ absl::Status DecodeBatch::CheckValuesShape(const ModelShape& shape) const {
 
 absl::Status DecodeBatch::CheckNumbers(size_t number, const ModelShape& shape) {
   const DecodeRow& row = args_.rows[number];
-  Place& place = places_.of_rows[number];
+  Place& place = places_[number];
   const auto data = [](const TensorView& tensor, uint64_t first, uint64_t width) {
     return tensor.data + first * width * DTypeBytes(tensor.dtype);
   };
@@ -269,7 +265,7 @@ absl::Status DecodeBatch::ReserveAnswer(const ModelShape& shape) {
 absl::StatusOr<Snapshot> DecodeBatch::Take(size_t number, WriterId writer,
                                            Sequence* sequence) const {
   const DecodeRow& row = args_.rows[number];
-  const Place& place = places_.of_rows[number];
+  const Place& place = places_[number];
   if (row.query_only) return sequence->Read(args_.layer, row.position, place.query_magnitude);
   const ModelShape& shape = sequence->shape();
   const uint64_t first = place.new_token * shape.kv_heads;
@@ -306,8 +302,8 @@ void DecodeBatch::AddStepRow(size_t number, const Sequence& sequence, Snapshot s
   const DecodeRow& row = args_.rows[number];
   result_->value_dim = sequence.shape().value_dim;
   attention::StepRow step = StepRowOf(args_, row, sequence, std::move(snapshot.view));
-  step.queries = args_.q.data + places_.of_rows[number].query_token * args_.q_heads *
-                                    args_.q_head_dim * DTypeBytes(args_.q.dtype);
+  step.queries = args_.q.data + places_[number].query_token * args_.q_heads * args_.q_head_dim *
+                                    DTypeBytes(args_.q.dtype);
   step.stats = &result_->rows[number].stats;
   step.fault = &result_->rows[number].status;
   step_rows_.push_back(std::move(step));
@@ -317,7 +313,7 @@ void DecodeBatch::AddStepRow(size_t number, const Sequence& sequence, Snapshot s
 absl::StatusOr<AnswerBuffers> DecodeBatch::TakeMemory(AnswerMemory memory) const {
   // The products do not overflow. Check has found the query tokens times the heads in q's elements;
   // a value_dim other than 0 is an accepted row's, and ReserveAnswer has multiplied it.
-  const AnswerExtents extents = {places_.query_tokens, args_.q_heads, result_->value_dim};
+  const AnswerExtents extents = {query_tokens_, args_.q_heads, result_->value_dim};
   CHECK_LE(extents.lse_floats(), args_.q.elements);
   CHECK(step_rows_.empty() ||
         held_bytes() >= (extents.out_floats() + extents.lse_floats()) * sizeof(float))
@@ -344,7 +340,7 @@ absl::Status DecodeBatch::Run(attention::Backend* backend, AnswerMemory memory,
   if (step_rows_.empty()) result_->value_dim = 0;
   ATTND_ASSIGN_OR_RETURN(const AnswerBuffers buffers, TakeMemory(memory));
   for (size_t i = 0; i < step_rows_.size(); ++i) {
-    const size_t slot = places_.of_rows[step_row_numbers_[i]].query_token * args_.q_heads;
+    const size_t slot = places_[step_row_numbers_[i]].query_token * args_.q_heads;
     step_rows_[i].out = buffers.out.data() + slot * result_->value_dim;
     step_rows_[i].lse = buffers.lse.data() + slot;
     if (step_rows_[i].final_out.dtype == DType::kFp32) continue;
@@ -378,7 +374,7 @@ DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
   expected.rows = std::move(step_rows_);
   expected.sequences = std::move(sequences_);
   expected.numbers = std::move(step_row_numbers_);
-  expected.places = std::move(places_.of_rows);
+  expected.places = std::move(places_);
   expected.args = args_;
   expected.args.rows = {};
   for (attention::StepRow& row : expected.rows) {
@@ -392,22 +388,23 @@ DecodeBatch::ExpectedRows DecodeBatch::TakeExpectedRows() {
 }
 
 DecodeBatch::ExpectedRows DecodeBatch::Expect(
-    const DecodeArgs& args, std::span<const std::shared_ptr<Sequence>> sequences) {
-  CHECK_EQ(sequences.size(), args.rows.size());
-  ExpectedRows expected;
-  expected.places = PlacesOf(args.rows).of_rows;
-  expected.args = args;
-  expected.args.rows = {};
-  for (size_t i = 0; i < sequences.size(); ++i) {
+    std::span<const std::shared_ptr<Sequence>> sequences) {
+  CHECK_EQ(sequences.size(), rows());
+  CHECK_EQ(places_.size(), rows()) << "rows are expected of a message that has been checked";
+  for (size_t i = 0; i < rows(); ++i) {
     if (sequences[i] == nullptr) continue;
-    const DecodeRow& row = args.rows[i];
-    auto view = sequences[i]->ExpectedView(args.layer, row.position);
+    const DecodeRow& row = args_.rows[i];
+    // The device plans by the sequence's shape what it reads of the tensors.
+    if (!CheckSequence(row, sequences[i]->shape()).ok()) return {};
+    const uint64_t end = row.position + (row.query_only ? 0 : row.query_tokens);
+    auto view = sequences[i]->ExpectedView(args_.layer, row.position, end);
     if (view == nullptr) return {};
-    expected.rows.push_back(StepRowOf(args, row, *sequences[i], std::move(view)));
-    expected.sequences.push_back(sequences[i]);
-    expected.numbers.push_back(i);
+    result_->value_dim = sequences[i]->shape().value_dim;
+    step_rows_.push_back(StepRowOf(args_, row, *sequences[i], std::move(view)));
+    step_row_numbers_.push_back(i);
+    sequences_.push_back(sequences[i]);
   }
-  return expected;
+  return TakeExpectedRows();
 }
 
 std::vector<attention::RowTokens> DecodeBatch::TokensOf(const ExpectedRows& expected,

@@ -97,23 +97,18 @@ class DecodeBatch {
     DecodeArgs args;  // what the batch's tensors were like; they are gone
   };
   ExpectedRows TakeExpectedRows();
-  // Those of a layer of a pass that has been declared, of which no batch has run; none if tokens
-  // are there already that they would append. args: what the layer's tensors will be like;
-  // sequences: of its rows, null of those that have left the pass.
-  static ExpectedRows Expect(const DecodeArgs& args,
-                             std::span<const std::shared_ptr<Sequence>> sequences);
+  // In place of CheckAlone, Prepare and Run, behind Check: the rows of a pass's layer whose tensors
+  // are still to come, as a batch that had run would leave them. The arguments' tensors say what
+  // the layer's will be like; nobody reads their data. None if the tensors are not the sequences',
+  // or tokens are there already that any of the rows would append. sequences: of the rows, null of
+  // those that have left the pass.
+  ExpectedRows Expect(std::span<const std::shared_ptr<Sequence>> sequences);
   // The rows' tokens in the tensors of another layer, which nobody has looked at; empty if these
-  // are not like the batch's.
+  // are not like the batch's, which were checked against the rows' sequences.
   static std::vector<attention::RowTokens> TokensOf(const ExpectedRows& expected,
                                                     const DecodeArgs& args);
 
  private:
-  // How many tokens the rows have, and where each row's start.
-  struct Places {
-    std::vector<Place> of_rows;
-    uint64_t query_tokens = 0, new_tokens = 0;
-  };
-  static Places PlacesOf(std::span<const DecodeRow> rows);
   absl::Status CheckTensor(const char* name, const TensorView& tensor, uint64_t tokens,
                            uint64_t heads, uint64_t dim) const;
   absl::Status CheckRow(size_t row, const attention::Backend& backend, Sequence* sequence);
@@ -121,6 +116,8 @@ class DecodeBatch {
   uint64_t held_bytes() const {
     return declared_answer_ != nullptr ? declared_answer_->bytes() : answer_.bytes();
   }
+  // Whether the tensors, and the layer, are those of a sequence of this shape.
+  absl::Status CheckSequence(const DecodeRow& row, const ModelShape& shape) const;
   absl::Status CheckShape(const DecodeRow& row, const ModelShape& shape) const;
   absl::Status CheckValuesShape(const ModelShape& shape) const;
   // Checks that the row's numbers are finite, and its values within kValueMax; notes the
@@ -153,8 +150,10 @@ class DecodeBatch {
   const Reservation* const declared_answer_ = nullptr;  // of a pass
   Reservation answer_;                    // the answer's bytes and those of the lists below
   std::unordered_set<uint64_t> checked_;  // sequences of the rows that CheckAlone let pass
-  Places places_;
+  std::vector<Place> places_;
   std::vector<float> key_magnitudes_;  // of the row that is being checked, by tail block
+  uint64_t query_tokens_ = 0;
+  uint64_t new_tokens_ = 0;
   std::vector<attention::StepRow> step_rows_;
   std::vector<size_t> step_row_numbers_;  // row of each step row
   std::vector<std::shared_ptr<Sequence>>

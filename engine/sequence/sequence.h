@@ -158,9 +158,11 @@ class Sequence {
   // Whether `position` is the layer's next one, and nothing has been given up there, which others
   // may still read: so that nobody has what comes there.
   bool IsNext(uint32_t layer, uint64_t position);
-  // What a step of a pass that has been declared will read, if its position is the layer's next one
-  // and nothing changes until then; null if it is not, or something was given up there.
-  std::shared_ptr<const attention::SequenceView> ExpectedView(uint32_t layer, uint64_t position);
+  // What a step of a pass that has been declared will read, which appends up to `end`, if its
+  // position is the layer's next one and nothing changes until then. Null if it is not, if
+  // something was given up there, or if a truncation has taken the room for its tokens.
+  std::shared_ptr<const attention::SequenceView> ExpectedView(uint32_t layer, uint64_t position,
+                                                              uint64_t end);
   // Of a pass: asks the processor for the memory that tokens of the layer go to.
   void WarmTail(uint32_t layer, uint64_t position, uint64_t tokens);
   // What a declared pass takes, which its caller counts.

@@ -48,9 +48,10 @@ bool Sequence::NothingIsAt(uint32_t layer, uint64_t position) const {
 }
 
 std::shared_ptr<const attention::SequenceView> Sequence::ExpectedView(uint32_t layer,
-                                                                      uint64_t position) {
+                                                                      uint64_t position,
+                                                                      uint64_t end) {
   MutexLock lock(mutex_);
-  return NothingIsAt(layer, position) ? View() : nullptr;
+  return NothingIsAt(layer, position) && tail_.blocks_end() >= end ? View() : nullptr;
 }
 
 void Sequence::WarmTail(uint32_t layer, uint64_t position, uint64_t tokens) {

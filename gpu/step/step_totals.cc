@@ -204,7 +204,10 @@ void StepTotals::FinishRow(uint32_t number) const {
   const StepRow& row = request_.rows[number];
   const Row& totals = rows_[number];
   CHECK_EQ(totals.query_tokens, row.query_tokens) << "parts of the row are missing, or came twice";
-  if (row.final_out.dtype != DType::kFp32) *row.final_out.written = true;
+  if (row.final_out.dtype != DType::kFp32) {
+    CHECK(row.final_out.written != nullptr) << "a place for out, and nobody to tell";
+    *row.final_out.written = true;
+  }
   RowStats& stats = *row.stats = totals.stats;
   const uint64_t off_device = stats.host_tokens + stats.ssd_tokens;
   CHECK_LE(off_device, stats.zone_tokens + stats.exact_tokens);

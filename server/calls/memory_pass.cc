@@ -181,7 +181,7 @@ absl::Status MemoryPass::Run(engine::DecodeResult* result) {
 }
 
 absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* result) {
-  pass->ExpectFirstLayer(stream_.step->args);
+  if (*RingIsPrompt()) pass->ExpectFirstLayer(stream_.step->args);
   PrepareLayer(pass);
   while (pass->layer() < stream_.options->layers) {
     ATTND_RETURN_IF_ERROR(AwaitRing(pass));
@@ -306,7 +306,7 @@ absl::StatusOr<engine::AnswerBuffers> MemoryPass::Provide(const engine::AnswerEx
 
 void MemoryPass::BlankAnswer() {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-  if (!out_is_blank_) std::fill(out_.begin(), out_.end(), kNan);
+  if (!out_untouched_) std::fill(out_.begin(), out_.end(), kNan);
   std::fill(lse_.begin(), lse_.end(), kNan);
   blank_ = true;
 }
@@ -320,12 +320,12 @@ void MemoryPass::CopyOut(uint32_t layer, const engine::DecodeResult& result) {
   const DType dtype = stream_.step->output_dtype;
   const uint64_t token_floats = extents_.query_heads * extents_.value_dim;
   uint64_t first = 0;  // of a row's floats
-  out_is_blank_ = true;
+  out_untouched_ = true;
   for (size_t row = 0; row < result.rows.size(); ++row) {
     const uint64_t floats = stream_.step->rows[row].query_tokens * token_floats;
     if (!result.rows[row].out_is_final) {
       FromFloat(dtype, out_.data() + first, floats, OutOf(layer) + first * DTypeBytes(dtype));
-      out_is_blank_ = false;
+      out_untouched_ = false;
     }
     first += floats;
   }

@@ -142,8 +142,9 @@ class MemoryPass {
   engine::AnswerExtents extents_;
   std::vector<float> out_;
   std::vector<float> lse_;
-  bool blank_ = false;         // all of them are NaN
-  bool out_is_blank_ = false;  // out_ is: the backend has written the last layer's to the region
+  bool blank_ = false;  // all of them are NaN
+  // The backend has written all of the last layer's out to the region: out_ is still NaN.
+  bool out_untouched_ = false;
   PassStats stats_;
   uint32_t failed_rows_ = 0;
   bool rung_ = false;      // for its first layer

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <utility>
@@ -189,6 +190,44 @@ TEST_F(PassesBegin, NoFirstLayerWithTokensThatAreThere) {
   EXPECT_FALSE(expected(layers)) << "given up";
   Run(layers);
   EXPECT_FALSE(expected(layers)) << "repeated";
+}
+
+// The device plans by a sequence's shape what it reads of the tensors, before anything has been
+// looked at: a declaration whose tensors are others is not prepared.
+TEST_F(PassesBegin, NoFirstLayerOfOtherTensors) {
+  const Layers layers = NextPass({&first_, &last_}, 2, &random_);
+  const std::pair<const char*, std::function<void(DecodeArgs*)>> changes[] = {
+      {"no v", [](DecodeArgs* args) { args->v = {}, args->v_heads = args->v_value_dim = 0; }},
+      {"q of one number",
+       [](DecodeArgs* args) { args->q.elements = args->q_heads = args->q_head_dim = 1; }},
+      {"q of fewer tokens", [](DecodeArgs* args) { args->q.elements /= 2; }},
+      {"q of other heads", [](DecodeArgs* args) { args->q_heads /= 2, args->q_head_dim *= 2; }},
+      {"k of fewer tokens", [](DecodeArgs* args) { args->k.elements /= 2; }},
+      {"k of another dtype", [](DecodeArgs* args) { args->k.dtype = DType::kFp16; }},
+      {"v of another width",
+       [](DecodeArgs* args) { args->v_value_dim /= 2, args->v.elements /= 2; }},
+  };
+  for (const auto& [what, change] : changes) {
+    DecodeArgs args = layers[0]->args;
+    change(&args);
+    const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    pass->ExpectFirstLayer(args);
+    EXPECT_FALSE(pass->PrepareNextLayer()) << what;
+  }
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  pass->ExpectFirstLayer(layers[0]->args);
+  EXPECT_TRUE(pass->PrepareNextLayer());
+}
+
+// A truncation behind the declaration takes the block that the tokens would go to.
+TEST_F(PassesBegin, NoFirstLayerWithoutRoomForItsTokens) {
+  Generate(&first_, attention::kTailBlockTokens, &random_);
+  const Layers layers = NextPass({&first_}, 1, &random_);
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  ASSERT_TRUE(engine_->Truncate(kTenant, first_.id, attention::kTailBlockTokens).ok());
+  pass->ExpectFirstLayer(layers[0]->args);
+  EXPECT_FALSE(pass->PrepareNextLayer());
+  EXPECT_TRUE(StepOf(pass.get(), *layers[0]).row_status(0).ok());
 }
 
 // What others may read, and bring to a device, is not replaced by what may be other tokens.

@@ -53,8 +53,7 @@ class FakeEngine final : public engine::Engine {
     may_make_room_ = true;
   }
   int cancelled() const { return cancelled_; }
-  // Calls of passes' ExpectFirstLayer, PrepareNextLayer and ForgetNextLayer.
-  int expected() const { return expected_; }
+  // Calls of passes' PrepareNextLayer and ForgetNextLayer.
   int prepared() const { return prepared_; }
   // The first element of q of the last BeginNextLayer.
   float begun_with() const { return begun_with_; }
@@ -209,7 +208,7 @@ class FakeEngine final : public engine::Engine {
       return status;
     }
     void WarmNextLayer() override {}
-    void ExpectFirstLayer(const engine::DecodeArgs&) override { ++engine_->expected_; }
+    void ExpectFirstLayer(const engine::DecodeArgs&) override {}
     bool PrepareNextLayer() override {
       ++engine_->prepared_;
       return true;
@@ -265,7 +264,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
-  std::atomic<int> passes_over_{0}, expected_{0}, prepared_{0}, forgotten_{0};
+  std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<bool> final_answers_{false};
   std::atomic<float> first_of_q_{0}, begun_with_{0};
