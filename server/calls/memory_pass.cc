@@ -188,7 +188,7 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
     rung_ = true;
     const LayerTimes times = AnswerLayer(pass, result);
     // Before the answer wakes the client: the system may put the client on this core, where it
-    // would wait for this thread. A GPU does not, and nor is anybody woken for it.
+    // would wait for this thread. A GPU would not, and nobody is woken for it.
     const bool tells_first = waiting_ == plane::Waiting::kWoken || !times.status.ok();
     if (tells_first) ReportLayer(times, *result);
     ATTND_RETURN_IF_ERROR(times.status);
