@@ -106,6 +106,20 @@ class PassesBegin : public testing::Test {
     return answers;
   }
 
+  // Rows of several tokens, and one in their middle that appends none.
+  Layers LayersWithAReader() {
+    Generate(&reader_, 5, &random_);
+    Layers layers;
+    for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+      layers.push_back(std::make_unique<Message>(
+          layer, std::vector<Row>{NextRow(&first_, layer, 2, &random_),
+                                  QueryOnlyRow(&reader_, layer, 3, &random_),
+                                  NextRow(&last_, layer, 1, &random_)}));
+    }
+    telling_->begun.clear();
+    return layers;
+  }
+
   Random random_{TestSeed()};
   const testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(TestSeed())};
   TellingBackend* telling_ = new TellingBackend;
@@ -117,17 +131,8 @@ class PassesBegin : public testing::Test {
   TestSequence last_ = OpenSequence(engine_.get(), shape_);
 };
 
-// Rows of several tokens, and one in their middle that appends none.
 TEST_F(PassesBegin, WithEachRowsTokens) {
-  Generate(&reader_, 5, &random_);
-  Layers layers;
-  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    layers.push_back(std::make_unique<Message>(
-        layer, std::vector<Row>{NextRow(&first_, layer, 2, &random_),
-                                QueryOnlyRow(&reader_, layer, 3, &random_),
-                                NextRow(&last_, layer, 1, &random_)}));
-  }
-  telling_->begun.clear();
+  const Layers layers = LayersWithAReader();
   for (const Answer& answer : Run(layers)) ASSERT_TRUE(answer.status.ok()) << answer.status;
   ASSERT_EQ(telling_->begun.size(), 2u) << "but for the first layer";
   for (uint32_t layer = 1; layer < shape_.layers; ++layer) {
@@ -141,15 +146,7 @@ TEST_F(PassesBegin, WithEachRowsTokens) {
 
 // A first layer, too, if it is expected: its rows are those that were declared.
 TEST_F(PassesBegin, TheFirstLayerThatIsExpected) {
-  Generate(&reader_, 5, &random_);
-  Layers layers;
-  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
-    layers.push_back(std::make_unique<Message>(
-        layer, std::vector<Row>{NextRow(&first_, layer, 2, &random_),
-                                QueryOnlyRow(&reader_, layer, 3, &random_),
-                                NextRow(&last_, layer, 1, &random_)}));
-  }
-  telling_->begun.clear();
+  const Layers layers = LayersWithAReader();
   for (const Answer& answer : Run(layers, /*expected=*/true)) {
     ASSERT_TRUE(answer.status.ok()) << answer.status;
   }

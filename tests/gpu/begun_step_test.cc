@@ -32,12 +32,6 @@ using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
 
-std::vector<RowMessage> MessagesOf(const std::vector<TestRow>& rows, uint32_t layer = 0) {
-  std::vector<RowMessage> messages;
-  for (const TestRow& row : rows) messages.push_back(RowMessage::Of(row, layer));
-  return messages;
-}
-
 // Bit by bit what a step answers that comes after it, and that is right.
 void ExpectRight(const FakeBackend& fake, const std::vector<TestRow>& rows,
                  const StepResult& found) {

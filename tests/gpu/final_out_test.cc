@@ -19,7 +19,6 @@ namespace {
 
 using attention::test::BeginAndRun;
 using attention::test::PrepareStep;
-using attention::test::RowMessage;
 using attention::test::RunPrepared;
 using attention::test::RunStep;
 using attention::test::StepResult;
@@ -75,11 +74,9 @@ TEST_P(FinalOut, OfStepsThatArePreparedAndHaveBegun) {
     for (TestRow& row : rows) row.final_dtype = DType::kBf16;
     const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
     ASSERT_NE(prepared, nullptr);
-    std::vector<RowMessage> messages;
-    for (const TestRow& row : rows) messages.push_back(RowMessage::Of(row, 0));
     if (!begun) late.PutBack();
     const StepResult found =
-        begun ? BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages)
+        begun ? BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), MessagesOf(rows))
               : RunPrepared(fake.backend.get(), 0, rows, prepared.get());
     late.PutBack();
     EXPECT_EQ(fake.backend->stats().steps_ahead, 1u);

@@ -28,6 +28,15 @@ inline attention::test::TestRow LastToken(attention::test::TestSequence* sequenc
                                   DType::kBf16, layer, attention::test::TestSeed());
 }
 
+inline std::vector<attention::test::RowMessage> MessagesOf(
+    const std::vector<attention::test::TestRow>& rows, uint32_t layer = 0) {
+  std::vector<attention::test::RowMessage> messages;
+  for (const attention::test::TestRow& row : rows) {
+    messages.push_back(attention::test::RowMessage::Of(row, layer));
+  }
+  return messages;
+}
+
 // Brings the sequence's segments and all its tokens but the last one to the device: what is still
 // to be uploaded is not prepared for.
 inline void Bring(const FakeBackend& fake, attention::test::TestSequence* sequence) {

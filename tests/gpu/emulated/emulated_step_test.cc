@@ -72,13 +72,18 @@ const Case kCases[] = {
     {"TreeInTwoTiles", {12, 1, 192, 128, {300}, 20, kTreeIndexes}, DType::kFp16, false, 1},
 };
 
-class EmulatedStep : public testing::TestWithParam<Case> {};
+class EmulatedStep : public testing::TestWithParam<Case> {
+ protected:
+  static std::unique_ptr<attention::Backend> MakeBackend() {
+    CudaBackendOptions options = SmallOptions();
+    options.cooperative_groups = GetParam().cooperative_groups;
+    return MakeEmulatedBackend(options);
+  }
+};
 
 TEST_P(EmulatedStep, AnswersAreTheCpus) {
   const Case& c = GetParam();
-  CudaBackendOptions options = SmallOptions();
-  options.cooperative_groups = c.cooperative_groups;
-  const auto emulated = MakeEmulatedBackend(options);
+  const auto emulated = MakeBackend();
   TestSequence sequence = MakeSequence(SpecOf(c.sequence, c.dtype));
   const bool tree = c.sequence.indexes == kTreeIndexes;
   const std::vector<TestRow> rows =
@@ -91,9 +96,7 @@ TEST_P(EmulatedStep, AnswersAreTheCpus) {
 // Out in the caller's dtype has the host's bits.
 TEST_P(EmulatedStep, OutIsRoundedAsTheHostDoes) {
   const Case& c = GetParam();
-  CudaBackendOptions options = SmallOptions();
-  options.cooperative_groups = c.cooperative_groups;
-  const auto emulated = MakeEmulatedBackend(options);
+  const auto emulated = MakeBackend();
   TestSequence sequence = MakeSequence(SpecOf(c.sequence, c.dtype));
   const std::vector<Policy> policies = {Parse("streaming"), Parse("error-target")};
   const std::vector<TestRow> rows = RowsOf(&sequence, /*layer=*/0, policies, c.tokens);
