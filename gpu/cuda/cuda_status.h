@@ -36,6 +36,11 @@ inline absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
   }
 }
 
+// The device is a setting of each thread; streams are used from any.
+inline absl::Status UseDevice(int device) {
+  return CudaStatus(cudaSetDevice(device), "choosing the GPU");
+}
+
 // Whether the device can no longer be used by this process: every later call fails, too.
 inline bool IsDeviceFault(cudaError_t error) {
   switch (error) {

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda/cuda_stream.h"
+
+#include "absl/strings/str_cat.h"
+#include "attention/policy/estimate_limits.h"
+#include "common/status.h"
+#include "gpu/cuda/cuda_status.h"
+#include "gpu/cuda/empty_kernel.h"
+#include "gpu/cuda/gated_copy.h"
+#include "gpu/cuda/host_word.h"
+#include "gpu/cuda/index/index_build.cuh"
+
+namespace attnd::gpu {
+
+CudaStream::~CudaStream() {
+  if (!UseDevice(device_).ok()) return;
+  for (cudaStream_t stream : {main_, side_}) {
+    if (stream == nullptr) continue;
+    static_cast<void>(cudaStreamSynchronize(stream));
+    static_cast<void>(cudaStreamDestroy(stream));
+  }
+}
+
+absl::Status CudaStream::Create() {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  for (cudaStream_t* stream : {&main_, &side_}) {
+    ATTND_RETURN_IF_ERROR(
+        CudaStatus(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "creating a stream"));
+  }
+  ATTND_RETURN_IF_ERROR(fork_.Create(cudaEventDisableTiming));
+  ATTND_RETURN_IF_ERROR(join_.Create(cudaEventDisableTiming));
+  for (Event& event : stage_ends_) ATTND_RETURN_IF_ERROR(event.Create(cudaEventDefault));
+  return absl::OkStatus();
+}
+
+absl::Status CudaStream::CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) {
+  return Copy(to, from, bytes, cudaMemcpyHostToDevice);
+}
+
+absl::Status CudaStream::CopyToHost(std::byte* to, const std::byte* from, size_t bytes) {
+  return Copy(to, from, bytes, cudaMemcpyDeviceToHost);
+}
+
+absl::Status CudaStream::RunStep(const StepRun& run) {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  timed_ = run.timed;
+  fetches_ = Fetches(run.header);
+  absl::Status status = graphs_.Run(
+      run, main_, [&] { return Enqueue(run); }, &ran_from_graph_);
+  // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
+  if (!status.ok()) {
+    for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
+  }
+  return status;
+}
+
+absl::StatusOr<bool> CudaStream::RunStepBehind(const StepRun& run, const uint32_t* gate) {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  if (run.input_bytes > cuda::kGatedCopyBytesMax) return false;
+  timed_ = false;
+  fetches_ = Fetches(run.header);
+  const auto enqueue = [&] {
+    ATTND_RETURN_IF_ERROR(
+        Launched(cuda::LaunchGatedCopy(gate, run.device_input, run.input, run.input_bytes, main_),
+                 "a gated copy"));
+    return EnqueueBehindInput(run);
+  };
+  ATTND_ASSIGN_OR_RETURN(ran_from_graph_, graphs_.RunBehind(run, main_, enqueue));
+  return ran_from_graph_;
+}
+
+absl::Status CudaStream::BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
+                                      const IndexJob* device_jobs, uint32_t count,
+                                      std::byte* scratch) {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  const bool tree = first_job.max_groups != 0;
+  if (cuda::BuildScratchBytes(shape, first_job.kv_heads, first_job.tokens, tree) >
+      IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens, tree)) {
+    return absl::ResourceExhaustedError("building a segment takes more scratch than was planned");
+  }
+  return Launched(cuda::BuildIndexes(shape, first_job, device_jobs, count, scratch, main_),
+                  "building indexes");
+}
+
+absl::Status CudaStream::Synchronize() {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  return CudaStatus(cudaStreamSynchronize(main_), "running on the GPU");
+}
+
+absl::Status CudaStream::AwaitAnswer(uint32_t* answered) {
+  return LookForWord(answered, kAnswerLook) ? absl::OkStatus() : Synchronize();
+}
+
+absl::StatusOr<std::chrono::nanoseconds> CudaStream::RunEmpty() {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  const auto start = std::chrono::steady_clock::now();
+  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchEmpty(main_), "an empty kernel"));
+  ATTND_RETURN_IF_ERROR(Synchronize());
+  return std::chrono::steady_clock::now() - start;
+}
+
+absl::StatusOr<StageSeconds> CudaStream::stage_seconds() {
+  StageSeconds seconds;
+  double* const parts[] = {&seconds.score, &seconds.select, &seconds.attend, &seconds.merge};
+  for (int i = kStart; i < kMerge; ++i) {
+    ATTND_ASSIGN_OR_RETURN(*parts[i], stage_ends_[i].SecondsUntil(stage_ends_[i + 1]));
+  }
+  if (fetches_) {
+    ATTND_ASSIGN_OR_RETURN(seconds.fetch, stage_ends_[kToFetch].SecondsUntil(stage_ends_[kFetch]));
+  }
+  return seconds;
+}
+
+absl::Status CudaStream::Enqueue(const StepRun& run) {
+  ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
+  return EnqueueBehindInput(run);
+}
+
+absl::Status CudaStream::EnqueueBehindInput(const StepRun& run) {
+  const StepKernels* kernels = StepKernelsFor(run.shape);
+  if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
+  ATTND_RETURN_IF_ERROR(Launch(*kernels, run.header, run.measure));
+  if (run.result_bytes == 0) return absl::OkStatus();
+  return CopyToHost(run.results, run.device_results, run.result_bytes);
+}
+
+absl::Status CudaStream::Launch(const StepKernels& kernels, const StepHeader& header,
+                                bool measure) {
+  ATTND_RETURN_IF_ERROR(EndStage(kStart));
+  const uint32_t coop_units = CoopUnits(header);
+  if (coop_units == header.units) return LaunchCooperativeAlone(kernels, header);
+  const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
+  ATTND_RETURN_IF_ERROR(Score(kernels, header));
+  ATTND_RETURN_IF_ERROR(EndStage(kScore));
+  if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
+  if (clusters && !trees) ATTND_RETURN_IF_ERROR(Join());
+  if (trees) ATTND_RETURN_IF_ERROR(SelectOfTrees(header));
+  ATTND_RETURN_IF_ERROR(EndStage(kSelect));
+  if (coop_units > 0) {
+    ATTND_RETURN_IF_ERROR(
+        Launched(kernels.cooperative(header, /*overlap=*/false, main_), "cooperative groups"));
+  }
+  if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
+  if (header.estimates_misses != 0) {
+    ATTND_RETURN_IF_ERROR(Launched(LaunchDemote(header, main_), "demote"));
+  }
+  if (clusters || trees) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
+  ATTND_RETURN_IF_ERROR(EndStage(kAttend));
+  ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, main_), "merge"));
+  return EndStage(kMerge);
+}
+
+absl::Status CudaStream::LaunchCooperativeAlone(const StepKernels& kernels,
+                                                const StepHeader& header) {
+  ATTND_RETURN_IF_ERROR(EndStage(kScore));
+  ATTND_RETURN_IF_ERROR(EndStage(kSelect));
+  const bool prepare = header.uploads > 0;
+  if (prepare) ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+  ATTND_RETURN_IF_ERROR(
+      Launched(kernels.cooperative(header, /*overlap=*/prepare, main_), "cooperative groups"));
+  ATTND_RETURN_IF_ERROR(EndStage(kAttend));
+  return EndStage(kMerge);
+}
+
+absl::Status CudaStream::Launched(cudaError_t error, const char* what) {
+  return CudaStatus(error, absl::StrCat("launching ", what));
+}
+
+absl::Status CudaStream::Copy(std::byte* to, const std::byte* from, size_t bytes,
+                              cudaMemcpyKind kind) {
+  ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  return CudaStatus(cudaMemcpyAsync(to, from, bytes, kind, main_),
+                    absl::StrCat("copying ", bytes, " bytes"));
+}
+
+absl::Status CudaStream::EndStage(StageEnd stage, cudaStream_t stream) {
+  return timed_ ? stage_ends_[stage].RecordTime(stream) : absl::OkStatus();
+}
+
+absl::Status CudaStream::Fork() {
+  ATTND_RETURN_IF_ERROR(fork_.Record(main_));
+  return fork_.HoldUp(side_);
+}
+
+absl::Status CudaStream::Join() {
+  ATTND_RETURN_IF_ERROR(join_.Record(side_));
+  return join_.HoldUp(main_);
+}
+
+absl::Status CudaStream::Score(const StepKernels& kernels, const StepHeader& header) {
+  const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
+  if (trees) {
+    ATTND_RETURN_IF_ERROR(Fork());
+    ATTND_RETURN_IF_ERROR(ScoreTrees(header));
+  }
+  ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+  if (clusters) ATTND_RETURN_IF_ERROR(Fork());
+  if (header.read_items > 0) {
+    cudaStream_t stream = clusters ? side_ : main_;
+    ATTND_RETURN_IF_ERROR(Launched(kernels.read(header, multiprocessors_, stream), "read"));
+  }
+  if (clusters) {
+    ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, main_), "score"));
+  }
+  return trees ? Join() : absl::OkStatus();
+}
+
+bool CudaStream::HasTreeRows(const StepHeader& header, TreeChoice choice) {
+  return header.tree_rows[static_cast<uint32_t>(choice)] > 0;
+}
+
+absl::Status CudaStream::ScoreTrees(const StepHeader& header) {
+  if (HasTreeRows(header, TreeChoice::kByMass)) {
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeWhole(header, side_), "whole"));
+  }
+  const bool groups =
+      HasTreeRows(header, TreeChoice::kByError) || HasTreeRows(header, TreeChoice::kByHead);
+  return groups ? Launched(LaunchTreeGroups(header, side_), "groups") : absl::OkStatus();
+}
+
+absl::Status CudaStream::SelectOfTrees(const StepHeader& header) {
+  const bool by_error = HasTreeRows(header, TreeChoice::kByError);
+  const bool by_head = HasTreeRows(header, TreeChoice::kByHead);
+  if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
+  if (by_head) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpenByHead(header, main_), "open"));
+  ATTND_RETURN_IF_ERROR(Launched(LaunchTreeLeaves(header, main_), "leaves"));
+  if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChoose(header, main_), "choose"));
+  if (HasTreeRows(header, TreeChoice::kByMass)) {
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChooseByMass(header, main_), "choose by mass"));
+  }
+  return by_head ? ChooseByHead(header) : absl::OkStatus();
+}
+
+absl::Status CudaStream::Try(const StepHeader& header, int times) {
+  for (int i = 0; i < times; ++i) {
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeTry(header, main_), "try"));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimateByHead(header, main_), "estimate"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaStream::ChooseByHead(const StepHeader& header) {
+  ATTND_RETURN_IF_ERROR(Try(header, attention::kQuantileTriesBesideClosed));
+  ATTND_RETURN_IF_ERROR(Launched(LaunchTreeTry(header, main_), "try"));
+  ATTND_RETURN_IF_ERROR(Launched(LaunchTreeReopen(header, main_), "reopen"));
+  ATTND_RETURN_IF_ERROR(Launched(LaunchTreePrepare(header, main_), "prepare"));
+  ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimateByHead(header, main_), "estimate"));
+  ATTND_RETURN_IF_ERROR(Try(header, attention::kQuantileTries + 1));
+  return Launched(LaunchTreeList(header, main_), "list");
+}
+
+absl::Status CudaStream::EstimateTrees(const StepHeader& header) {
+  if (HasTreeRows(header, TreeChoice::kByError)) {
+    ATTND_RETURN_IF_ERROR(Launched(LaunchTreeEstimate(header, main_), "estimate of trees"));
+  }
+  if (HasTreeRows(header, TreeChoice::kByHead) && header.estimates_misses != 0) {
+    ATTND_RETURN_IF_ERROR(
+        Launched(LaunchTreeEstimateByHead(header, main_), "estimate of trees by head"));
+  }
+  if (!HasTreeRows(header, TreeChoice::kByMass)) return absl::OkStatus();
+  return Launched(LaunchTreeEstimateByMass(header, main_), "estimate of trees by mass");
+}
+
+absl::Status CudaStream::Measure(const StepKernels& kernels, const StepHeader& header) {
+  ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/true, main_), "estimate"));
+  return Launched(LaunchMeasure(header, header.value_dim, main_), "measure");
+}
+
+bool CudaStream::Fetches(const StepHeader& header) {
+  return header.cache.set_count > 0 && (header.score_items > 0 || header.tree_items > 0) &&
+         CoopUnits(header) < header.units;
+}
+
+absl::Status CudaStream::Finish(const StepKernels& kernels, const StepHeader& header) {
+  ATTND_RETURN_IF_ERROR(Fork());
+  if (header.score_items > 0) {
+    ATTND_RETURN_IF_ERROR(Launched(kernels.estimate(header, /*all=*/false, main_), "estimate"));
+  }
+  if (header.tree_items > 0) ATTND_RETURN_IF_ERROR(EstimateTrees(header));
+  if (Fetches(header)) {
+    ATTND_RETURN_IF_ERROR(EndStage(kToFetch, side_));
+    ATTND_RETURN_IF_ERROR(Launched(LaunchFetch(header, side_), "fetch"));
+    ATTND_RETURN_IF_ERROR(EndStage(kFetch, side_));
+  }
+  ATTND_RETURN_IF_ERROR(Launched(kernels.chosen(header, multiprocessors_, side_), "attend"));
+  return Join();
+}
+
+}  // namespace attnd::gpu
