@@ -113,20 +113,36 @@ struct RowTokens {
   const std::byte* values = nullptr;  // [query_tokens][kv_heads][value_dim]
 };
 
+// A client's turn, in memory that the backend has mapped (Backend::MapMemory): the tokens of an
+// expected step come there, and its answer goes there, with nobody between.
+struct ClientTurn {
+  // The tokens are there once this word is `epoch`. Any numbers may stand in them. The client may
+  // change them at any time: HasBegunWith says what the step has begun with.
+  const uint32_t* ring = nullptr;
+  uint32_t epoch = 0;
+  std::span<const RowTokens> tokens;  // of each row, where they will be
+  // Of all rows, one after another, which have the same FinalOut::dtype; null: nowhere. The device
+  // may write here from when the client has rung until the step has ended, also if it is given up.
+  std::byte* out = nullptr;  // the place that rows' final_out will name
+  float* lse = nullptr;      // beside the rows' own
+  // A pair of words that become {epoch, 0} behind out and lse: so the client learns of its answer.
+  // Null: the caller tells. Not without the two above, but for an lse that the client does not want.
+  uint64_t* answer = nullptr;
+};
+
 // A step that a backend got ready for before its queries were there (Backend::Prepare). It holds
 // what the backend needs for the step, a stream of a GPU for one. Ends before its backend.
 class PreparedStep {
  public:
   virtual ~PreparedStep() = default;
-  // The step's queries and tokens are there, of each row that was prepared: the backend may begin,
-  // while they are still checked and appended. Any numbers may stand in them, and once this
-  // returns, which is at once, they are not looked at again. At most once. False: it has not begun,
-  // which Step does.
-  virtual bool Begin(std::span<const RowTokens> rows) = 0;
-  // Of a step that has begun: whether it has done so with just these bytes. If so Step is asked for
-  // the answer as ever, with these queries, and only then are the tokens known to be the
-  // sequences'.
+  // Whether it takes its tokens from the client's memory once the client rings; a constant.
+  virtual bool takes_turn() const = 0;
+  // Of such a step, whose client has rung: whether it has begun with just these bytes, for which it
+  // may wait a moment. If so Step is asked for the answer as ever, with these queries, once they are
+  // checked and appended; else it is given up.
   virtual bool HasBegunWith(std::span<const RowTokens> rows) = 0;
+  // Behind Step, if that has answered this step: whether ClientTurn::answer has been written.
+  virtual bool has_told() const = 0;
   // Lets go of all that it holds, unless that has been done: the step does not come. May wait for
   // the device as long as a step takes.
   virtual void GiveUp() = 0;
@@ -289,8 +305,19 @@ class Backend {
   // Gets ready for a step that is expected at once, so that its answer comes sooner: the rows'
   // views have room for the tokens that they append, which need not have been written, and there
   // are no queries and buffers yet. Null: there is nothing to get ready, or no room. The caller
-  // gives up what it does not use within a millisecond or so: it may hold up others.
-  virtual std::unique_ptr<PreparedStep> Prepare(const StepRequest& /*request*/) { return nullptr; }
+  // gives up what it does not use within a millisecond or so: it may hold up others. turn: where
+  // the step may find its tokens and leave its answer by itself; null: nowhere. All of it must stay
+  // until the step has ended.
+  virtual std::unique_ptr<PreparedStep> Prepare(const StepRequest& /*request*/,
+                                                const ClientTurn* /*turn*/) {
+    return nullptr;
+  }
+  // Lets a device read and write memory of the host's, whole pages of the system's, until what it
+  // gives is gone; the backend must outlive that. It takes some 0.3 s a GiB. Null: there is no
+  // device, or it cannot.
+  virtual std::shared_ptr<const void> MapMemory(std::byte* /*memory*/, uint64_t /*bytes*/) const {
+    return nullptr;
+  }
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;

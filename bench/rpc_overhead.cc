@@ -177,8 +177,9 @@ class TimedEngine final : public engine::Engine {
     void ExpectFirstLayer(const engine::DecodeArgs& like) override {
       pass_->ExpectFirstLayer(like);
     }
-    bool PrepareNextLayer() override { return pass_->PrepareNextLayer(); }
-    void BeginNextLayer(const engine::DecodeArgs& args) override { pass_->BeginNextLayer(args); }
+    bool PrepareNextLayer(const engine::ClientLayer* client) override {
+      return pass_->PrepareNextLayer(client);
+    }
     void ForgetNextLayer() override { pass_->ForgetNextLayer(); }
 
    private:

@@ -65,8 +65,10 @@ class EngineImpl::PassImpl final : public Pass {
       for (size_t i = 0; i < rows_.size(); ++i) PrepareRow(i, &batch, sequences, result);
     };
     spent_ = std::move(prepared_);
-    if (std::exchange(begun_, false) && !HasBegunWith(args)) spent_->GiveUp();
+    // Before its tokens are appended, and others may read them.
+    if (spent_ != nullptr && spent_->takes_turn() && !HasBegunWith(args)) spent_->GiveUp();
     absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
+    result->told_client = spent_ != nullptr && spent_->has_told();
     expected_ = batch.TakeExpectedRows();
     if (!status.ok()) {
       GiveUp();
@@ -91,7 +93,7 @@ class EngineImpl::PassImpl final : public Pass {
     }
   }
 
-  bool PrepareNextLayer() override {
+  bool PrepareNextLayer(const ClientLayer* client) override {
     spent_.reset();
     if (layer_ == layers_ || expected_.rows.empty()) return false;
     const auto sequence_id = [&](size_t row) { return rows_[expected_.numbers[row]].sequence_id; };
@@ -101,31 +103,21 @@ class EngineImpl::PassImpl final : public Pass {
     attention::StepRequest request;
     request.layer = layer_;
     request.rows = expected_.rows;
-    prepared_ = engine_->backend_->Prepare(request);
+    try {
+      std::vector<attention::RowTokens> tokens;
+      attention::ClientTurn turn;
+      const bool turns = client != nullptr && TakesTurn(*client, &tokens, &turn);
+      prepared_ = engine_->backend_->Prepare(request, turns ? &turn : nullptr);
+    } catch (const std::bad_alloc&) {
+      prepared_ = nullptr;
+    }
     if (prepared_ == nullptr) expected_ = {};
     return prepared_ != nullptr;
-  }
-
-  // The device begins before the tokens are checked and appended, which goes on beside it. Not
-  // where a row repeats tokens, or brings them where others were given up: somebody may read those
-  // meanwhile, and may be bringing them to the device.
-  void BeginNextLayer(const DecodeArgs& args) override {
-    if (prepared_ == nullptr || begun_) return;
-    for (size_t i = 0; i < expected_.rows.size(); ++i) {
-      const attention::StepRow& row = expected_.rows[i];
-      if (!row.query_only && !expected_.sequences[i]->IsNext(layer_, row.past_tokens)) return;
-    }
-    try {
-      const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
-      begun_ = !tokens.empty() && prepared_->Begin(tokens);
-    } catch (const std::bad_alloc&) {  // the step begins later
-    }
   }
 
   void ForgetNextLayer() override {
     spent_.reset();
     prepared_.reset();
-    begun_ = false;
     expected_ = {};
   }
 
@@ -197,7 +189,31 @@ class EngineImpl::PassImpl final : public Pass {
     return batch.Expect(sequences);
   }
 
-  // Of what is spent, and has begun.
+  // Whether a device may begin with the client's tokens by itself, before they are checked and
+  // appended, which goes on beside it. Not where a row repeats tokens, or brings them where others
+  // were given up: somebody may read those meanwhile, and may be bringing them to the device.
+  bool TakesTurn(const ClientLayer& client, std::vector<attention::RowTokens>* tokens,
+                 attention::ClientTurn* turn) const {
+    for (size_t i = 0; i < expected_.rows.size(); ++i) {
+      const attention::StepRow& row = expected_.rows[i];
+      if (!row.query_only && !expected_.sequences[i]->IsNext(layer_, row.past_tokens)) return false;
+    }
+    *tokens = DecodeBatch::TokensOf(expected_, client.args);
+    if (tokens->empty()) return false;
+    turn->ring = client.ring;
+    turn->epoch = client.epoch;
+    turn->tokens = *tokens;
+    // Rows that have left the pass have a place in the client's out, and none in the step's.
+    const bool all = expected_.rows.size() == rows_.size();
+    const DType dtype = expected_.rows.front().final_out.dtype;
+    if (client.out == nullptr || !all || dtype == DType::kFp32) return true;
+    turn->out = client.out;
+    turn->lse = client.lse;
+    turn->answer = client.answer;
+    return true;
+  }
+
+  // Of what is spent, and takes its client's turn.
   bool HasBegunWith(const DecodeArgs& args) const {
     try {
       const std::vector<attention::RowTokens> tokens = DecodeBatch::TokensOf(expected_, args);
@@ -280,7 +296,6 @@ class EngineImpl::PassImpl final : public Pass {
   // What the backend has got ready for them, and what it had for the step that is under way or was
   // the last one, whose end need not hold up its answer. Null: nothing.
   std::unique_ptr<attention::PreparedStep> prepared_, spent_;
-  bool begun_ = false;  // prepared_ has
   uint32_t layer_ = 0;
   bool given_up_ = false;
 };

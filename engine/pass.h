@@ -13,6 +13,17 @@
 
 namespace attnd::engine {
 
+// Where a client's memory will have the next layer's tensors, and is to have its answer. The engine's
+// backend has mapped it (Backend::MapMemory), and attention::ClientTurn says what it does there.
+struct ClientLayer {
+  DecodeArgs args;  // their data may change at any time
+  const uint32_t* ring = nullptr;
+  uint32_t epoch = 0;
+  std::byte* out = nullptr;  // AnswerBuffers::final_out of the step; null: it has none
+  float* lse = nullptr;      // beside AnswerBuffers::lse
+  uint64_t* answer = nullptr;
+};
+
 // Made by Engine::BeginPass, which has checked the rows, and reserved memory for their tokens and
 // for the answers of each layer. For one thread at a time; ends before its engine and before
 // Engine::ReleaseWriter of its writer.
@@ -49,12 +60,10 @@ class Pass {
   // since the token before.
   virtual void WarmNextLayer() = 0;
   // Has the backend get ready for the next layer, which is expected at once (Backend::Prepare).
-  // Whether there is anything that the next step or ForgetNextLayer takes.
-  virtual bool PrepareNextLayer() = 0;
-  // The next layer's tensors are there: what has been got ready begins with them, while Step is
-  // still to check and to append. They may lie in memory that others write: Step looks whether they
-  // were the ones that it brings, and answers these in any case.
-  virtual void BeginNextLayer(const DecodeArgs& args) = 0;
+  // Whether there is anything that the next step or ForgetNextLayer takes. client: where a device
+  // may take the layer's turn by itself, from here on until one of the two; may be null. Step then
+  // looks whether it has begun with the tensors that Step brings, and answers these in any case.
+  virtual bool PrepareNextLayer(const ClientLayer* client) = 0;
   // Gives up what has been got ready, as the next layer takes its time.
   virtual void ForgetNextLayer() = 0;
 

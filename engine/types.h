@@ -166,6 +166,7 @@ struct DecodeRowResult {
 struct DecodeResult {
   std::vector<DecodeRowResult> rows;
   uint64_t value_dim = 0;                     // of out; 0 if no row was accepted
+  bool told_client = false;                   // ClientLayer::answer says so: all rows have answers
   std::chrono::nanoseconds validate_time{0};  // checks and appending
 };
 

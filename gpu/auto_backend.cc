@@ -70,10 +70,15 @@ class AutoBackend : public Backend {
     return absl::OkStatus();
   }
 
-  std::unique_ptr<PreparedStep> Prepare(const StepRequest& request) override {
+  std::shared_ptr<const void> MapMemory(std::byte* memory, uint64_t bytes) const override {
+    return device_->MapMemory(memory, bytes);
+  }
+
+  std::unique_ptr<PreparedStep> Prepare(const StepRequest& request,
+                                        const attention::ClientTurn* turn) override {
     const bool devices = std::all_of(request.rows.begin(), request.rows.end(),
                                      [this](const StepRow& row) { return IsDevices(row); });
-    return devices ? device_->Prepare(request) : nullptr;
+    return devices ? device_->Prepare(request, turn) : nullptr;
   }
 
   absl::Status BuildSegment(SegmentBuilder* segment,

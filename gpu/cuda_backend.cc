@@ -192,7 +192,8 @@ class CudaBackend : public Backend {
     store_->Expect(segment);
   }
 
-  std::unique_ptr<PreparedStep> Prepare(const StepRequest& request) override {
+  std::unique_ptr<PreparedStep> Prepare(const StepRequest& request,
+                                        const attention::ClientTurn* turn) override {
     // A step that is to be timed is launched part by part.
     if (!options_.launch_ahead || options_.timed_steps == 1 ||
         degraded_.load(std::memory_order_acquire) ||
@@ -206,7 +207,7 @@ class CudaBackend : public Backend {
     try {
       auto step = std::make_unique<PreparedDeviceStep>(request, store_.get(), *std::move(context),
                                                        options_.cooperative_groups);
-      const absl::StatusOr<bool> prepared = step->Prepare();
+      const absl::StatusOr<bool> prepared = step->Prepare(turn);
       if (prepared.ok() && *prepared) return step;
       if (!prepared.ok() && !absl::IsResourceExhausted(prepared.status())) {
         Degrade(prepared.status());
@@ -215,6 +216,17 @@ class CudaBackend : public Backend {
       LOG_EVERY_N(WARNING, 1000) << "the system refused memory to prepare a step";
     }
     return nullptr;
+  }
+
+  // Only steps that are launched ahead use it.
+  std::shared_ptr<const void> MapMemory(std::byte* memory, uint64_t bytes) const override {
+    if (!options_.launch_ahead || !device_->maps_host_memory() || !Health().ok()) return nullptr;
+    const absl::Status mapped = device_->MapHostMemory(memory, bytes);
+    if (!mapped.ok()) {
+      LOG_EVERY_N(WARNING, 1000) << "the GPU does not see memory that a client shares: " << mapped;
+      return nullptr;
+    }
+    return {memory, [device = device_](const std::byte* of) { device->UnmapHostMemory(of); }};
   }
 
   absl::Status Step(const StepRequest& asked) override {

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <span>
 
+#include "common/dtype.h"
+#include "common/status.h"
+
 namespace attnd::gpu {
 namespace {
 
@@ -38,8 +41,11 @@ PreparedDeviceStep::PreparedDeviceStep(const StepRequest& expected, DeviceCopySt
   step_.emplace(request_, store, context_->get(), cooperative_groups, /*timed=*/false);
 }
 
-bool PreparedDeviceStep::Begin(std::span<const attention::RowTokens> rows) {
-  return step_.has_value() && step_->BeginPrepared(rows);
+absl::StatusOr<bool> PreparedDeviceStep::Prepare(const attention::ClientTurn* turn) {
+  ATTND_ASSIGN_OR_RETURN(const bool prepared, step_->Prepare(turn));
+  takes_turn_ = step_->takes_turn();
+  if (takes_turn_) client_out_ = turn->out;
+  return prepared;
 }
 
 bool PreparedDeviceStep::HasBegunWith(std::span<const attention::RowTokens> rows) {
@@ -61,16 +67,28 @@ bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
   for (size_t row = 0; row < rows_.size(); ++row) {
     if (!AreSame(request.rows[row], rows_[row])) return false;
     // Of the same message as k and v.
-    if (step_->has_begun() && request.rows[row].queries != rows_[row].queries) return false;
+    if (takes_turn_ && request.rows[row].queries != rows_[row].queries) return false;
+    if (client_out_ != nullptr && !AnswersThere(request, row)) return false;
   }
-  return true;
+  return !takes_turn_ || step_->has_begun();
+}
+
+bool PreparedDeviceStep::AnswersThere(const StepRequest& request, size_t row) const {
+  const ModelShape& shape = request.rows[row].view->shape;
+  uint64_t tokens = 0;
+  for (const StepRow& before : request.rows.first(row)) tokens += before.query_tokens;
+  const StepRow::FinalOut& out = request.rows[row].final_out;
+  return out.to ==
+         client_out_ + tokens * shape.query_heads * shape.value_dim * DTypeBytes(out.dtype);
 }
 
 absl::Status PreparedDeviceStep::Run(const StepRequest& request) {
   rows_.assign(request.rows.begin(), request.rows.end());
   request_ = request;
   request_.rows = rows_;
-  return step_->RunPrepared();
+  const absl::Status run = step_->RunPrepared();
+  has_told_ = step_->has_told();
+  return run;
 }
 
 }  // namespace attnd::gpu

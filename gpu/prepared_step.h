@@ -25,19 +25,27 @@ class PreparedDeviceStep final : public attention::PreparedStep {
                      LeasePool<StreamContext>::Lease context, bool cooperative_groups);
 
   // False: the step cannot be prepared. Errors are the device's.
-  absl::StatusOr<bool> Prepare() { return step_->Prepare(); }
-  bool Begin(std::span<const attention::RowTokens> rows) override;
+  absl::StatusOr<bool> Prepare(const attention::ClientTurn* turn);
+  bool takes_turn() const override { return takes_turn_; }
   bool HasBegunWith(std::span<const attention::RowTokens> rows) override;
+  bool has_told() const override { return has_told_; }
   void GiveUp() override;
 
   // Whether the request is for the step that was expected, with all that was open then, and, if it
-  // has begun, with the queries of the last HasBegunWith; and it was not given up.
+  // takes its client's turn, with the tokens of the last HasBegunWith, which was true; and it was
+  // not given up.
   bool IsFor(const attention::StepRequest& request) const;
   // Answers such a request, once; errors as DeviceStep::Run's. What came of it is in step().
   absl::Status Run(const attention::StepRequest& request);
   DeviceStep* step() { return &*step_; }
 
  private:
+  // Whether a row's out, number `row` of the request, is to be where the device writes it.
+  bool AnswersThere(const attention::StepRequest& request, size_t row) const;
+
+  bool takes_turn_ = false;
+  bool has_told_ = false;
+  const std::byte* client_out_ = nullptr;  // of the turn
   std::vector<attention::StepRow> rows_;                    // their queries: from HasBegunWith on
   attention::StepRequest request_;                          // of rows_
   std::optional<LeasePool<StreamContext>::Lease> context_;  // none once it was given up

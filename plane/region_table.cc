@@ -16,6 +16,7 @@ RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
   std::swap(table_, other.table_);
   std::swap(id_, other.id_);
   std::swap(region_, other.region_);
+  std::swap(device_sees_, other.device_sees_);
   return *this;
 }
 
@@ -65,30 +66,33 @@ absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::stri
   // Without the lock: taking the pages of a large region takes milliseconds.
   RegisteredRegion result;
   auto region = Region::Create(bytes, &result.descriptor);
+  Mapped memory;
+  if (region.ok()) memory.region = *std::move(region);
+  if (region.ok() && mapper_ != nullptr) memory.device_view = mapper_(memory.region->data(), bytes);
   const MutexLock lock(mutex_);
   --pending_;
   if (!region.ok()) {
     bytes_ -= bytes;
     return region.status();
   }
-  CHECK_EQ((*region)->bytes(), bytes);
+  CHECK_EQ(memory.region->bytes(), bytes);
   const uint64_t id = NewIdLocked();
   result.info = {.id = id, .bytes = bytes, .in_use = false};
-  entries_[id] = {.region = *std::move(region), .tenant = std::string(tenant), .owner = owner};
+  entries_[id] = {.memory = std::move(memory), .tenant = std::string(tenant), .owner = owner};
   return result;
 }
 
-void RegionTable::RemoveLocked(uint64_t id, std::vector<std::unique_ptr<Region>>* unmapped) {
+void RegionTable::RemoveLocked(uint64_t id, std::vector<Mapped>* unmapped) {
   const auto found = entries_.find(id);
   found->second.gone = true;
   if (found->second.in_use) return;
-  bytes_ -= found->second.region->bytes();
-  unmapped->push_back(std::move(found->second.region));
+  bytes_ -= found->second.memory.region->bytes();
+  unmapped->push_back(std::move(found->second.memory));
   entries_.erase(found);
 }
 
 absl::Status RegionTable::Unregister(OwnerId owner, uint64_t id) {
-  std::vector<std::unique_ptr<Region>> unmapped;  // after the lock
+  std::vector<Mapped> unmapped;  // after the lock
   const MutexLock lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end() || found->second.owner != owner || found->second.gone) {
@@ -104,7 +108,7 @@ std::vector<RegionInfo> RegionTable::List(OwnerId owner) const {
     const MutexLock lock(mutex_);
     for (const auto& [id, entry] : entries_) {
       if (entry.owner != owner || entry.gone) continue;
-      result.push_back({.id = id, .bytes = entry.region->bytes(), .in_use = entry.in_use});
+      result.push_back({.id = id, .bytes = entry.memory.region->bytes(), .in_use = entry.in_use});
     }
   }
   std::sort(result.begin(), result.end(),
@@ -113,7 +117,7 @@ std::vector<RegionInfo> RegionTable::List(OwnerId owner) const {
 }
 
 void RegionTable::RemoveOwner(OwnerId owner) {
-  std::vector<std::unique_ptr<Region>> unmapped;  // after the lock
+  std::vector<Mapped> unmapped;  // after the lock
   const MutexLock lock(mutex_);
   std::vector<uint64_t> ids;
   for (const auto& [id, entry] : entries_) {
@@ -134,11 +138,12 @@ absl::StatusOr<RegionUse> RegionTable::Use(absl::string_view tenant, uint64_t id
         absl::StrCat("begin_pass.memory.region_id ", id, " is in use by another pass"));
   }
   found->second.in_use = true;
-  return RegionUse(this, id, found->second.region.get());
+  const Mapped& memory = found->second.memory;
+  return RegionUse(this, id, memory.region.get(), memory.device_view != nullptr);
 }
 
 void RegionTable::EndUse(uint64_t id) {
-  std::vector<std::unique_ptr<Region>> unmapped;  // after the lock
+  std::vector<Mapped> unmapped;  // after the lock
   const MutexLock lock(mutex_);
   const auto found = entries_.find(id);
   CHECK(found != entries_.end() && found->second.in_use) << "a region is given back twice";

@@ -4,7 +4,9 @@
 #ifndef ATTND_PLANE_REGION_TABLE_H_
 #define ATTND_PLANE_REGION_TABLE_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <random>
 #include <string>
@@ -50,21 +52,29 @@ class RegionUse {
   RegionUse() = default;
   ~RegionUse();
   RegionUse(RegionUse&& other) noexcept
-      : table_(std::exchange(other.table_, nullptr)), id_(other.id_), region_(other.region_) {}
+      : table_(std::exchange(other.table_, nullptr)),
+        id_(other.id_),
+        region_(other.region_),
+        device_sees_(other.device_sees_) {}
   RegionUse& operator=(RegionUse&& other) noexcept;
 
   std::byte* data() const { return region_->data(); }
   uint64_t bytes() const { return region_->bytes(); }
+  bool device_sees() const { return device_sees_; }
 
  private:
   friend class RegionTable;
-  RegionUse(RegionTable* table, uint64_t id, const Region* region)
-      : table_(table), id_(id), region_(region) {}
+  RegionUse(RegionTable* table, uint64_t id, const Region* region, bool device_sees)
+      : table_(table), id_(id), region_(region), device_sees_(device_sees) {}
 
   RegionTable* table_ = nullptr;  // null: holds nothing
   uint64_t id_ = 0;
   const Region* region_ = nullptr;
+  bool device_sees_ = false;
 };
+
+// Lets a device of the server's see a region, until what it gives is gone; null: it does not.
+using RegionMapper = std::function<std::shared_ptr<const void>(std::byte* data, uint64_t bytes)>;
 
 // Ids are drawn at random from 64 bits: who has not been told one does not find it. Besides, a
 // region is only there for its tenant.
@@ -75,7 +85,9 @@ class RegionUse {
 // Thread-safety: all methods may be called from any thread.
 class RegionTable {
  public:
-  explicit RegionTable(const RegionLimits& limits) : limits_(limits) {}
+  // mapper: called for each region that is made; may be null.
+  explicit RegionTable(const RegionLimits& limits, RegionMapper mapper = nullptr)
+      : limits_(limits), mapper_(std::move(mapper)) {}
   RegionTable(const RegionTable&) = delete;
   RegionTable& operator=(const RegionTable&) = delete;
   // No region may be in use.
@@ -104,8 +116,13 @@ class RegionTable {
 
  private:
   friend class RegionUse;
-  struct Entry {
+  // A region, and a device's view of it, which goes first.
+  struct Mapped {
     std::unique_ptr<Region> region;
+    std::shared_ptr<const void> device_view;  // null: none
+  };
+  struct Entry {
+    Mapped memory;
     std::string tenant;
     OwnerId owner = 0;
     bool in_use = false;
@@ -116,11 +133,12 @@ class RegionTable {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t NewIdLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the region out of the table, or marks it; what is to be unmapped goes to `unmapped`.
-  void RemoveLocked(uint64_t id, std::vector<std::unique_ptr<Region>>* unmapped)
+  void RemoveLocked(uint64_t id, std::vector<Mapped>* unmapped)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void EndUse(uint64_t id);
 
   const RegionLimits limits_;
+  const RegionMapper mapper_;
 
   mutable Mutex mutex_;
   std::random_device random_ ABSL_GUARDED_BY(mutex_);

@@ -55,6 +55,11 @@ void ServerTurns::Answer(uint32_t failed_rows) {
   Write(first_epoch_ + layer_++, failed_rows);
 }
 
+void ServerTurns::NoteAnswer() {
+  CHECK_LT(layer_, layers_) << "an answer of a pass that is over";
+  ++layer_;
+}
+
 void ServerTurns::GiveUp(uint32_t failed_rows) {
   layer_ = layers_;
   Write(first_epoch_ + layers_, failed_rows);

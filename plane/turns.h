@@ -45,6 +45,12 @@ class ServerTurns {
   // The layer of the next turn.
   uint32_t layer() const { return layer_; }
 
+  // What a device looks at and writes that takes the next turn by itself: the ring, the epoch that
+  // it waits for, and the words that become {epoch, 0}, as Answer(0) has them.
+  const uint32_t* ring() const { return &words_->ring; }
+  uint32_t epoch() const { return first_epoch_ + layer_; }
+  uint64_t* answer() const { return reinterpret_cast<uint64_t*>(&words_->answer); }
+
   // Waits until the client has rung for the layer. DeadlineExceeded at the limit, Cancelled,
   // Unavailable if `stopping`; InvalidArgument if the word is neither this layer's epoch nor the
   // one before. With Waiting::kLooking the first layer's word may be any earlier epoch: a GPU's
@@ -53,6 +59,9 @@ class ServerTurns {
 
   // Says that the layer is answered: out and lse are written.
   void Answer(uint32_t failed_rows);
+
+  // Notes that a device has said so, of a turn in which no row has failed.
+  void NoteAnswer();
 
   // Says that the pass is over before its time. What it had appended has been taken back.
   void GiveUp(uint32_t failed_rows);

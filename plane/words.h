@@ -43,7 +43,7 @@ struct Words {
   uint32_t failed_rows;
 };
 static_assert(sizeof(Words) == 128 && offsetof(Words, answer) == 64 &&
-              offsetof(Words, failed_rows) == 68);
+              offsetof(Words, failed_rows) == 68);  // a device writes the two as one
 
 }  // namespace attnd::plane
 

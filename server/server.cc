@@ -63,6 +63,10 @@ plane::RegionLimits MemoryLimits(const ServerOptions& options) {
           .client_regions_max = kClientRegionsMax};
 }
 
+plane::RegionMapper MapperOf(const attention::Backend* backend) {
+  return [backend](std::byte* data, uint64_t bytes) { return backend->MapMemory(data, bytes); };
+}
+
 v1::GpuSharing GpuSharingOf(const attention::Backend& backend, const Machine& machine) {
   if (backend.device().empty()) return v1::GPU_SHARING_NONE;
   return machine.mps_control.empty() ? v1::GPU_SHARING_TIME_SLICES : v1::GPU_SHARING_MPS;
@@ -87,9 +91,11 @@ class ServerImpl final : public Server {
         prefills_(PrefillOptions(options)),
         calls_(CallOptions(options)),
         ends_(EndOptions(options)),
-        memory_(options.allow_client_memory ? std::make_unique<MemoryPlane>(
-                                                  MemoryLimits(options), options.max_memory_passes)
-                                            : nullptr),
+        memory_(options.allow_client_memory
+                    ? std::make_unique<MemoryPlane>(MemoryLimits(options),
+                                                    MapperOf(&engine->backend()),
+                                                    options.max_memory_passes)
+                    : nullptr),
         requests_(options, &trimmer_),
         service_(&handlers_) {
     // Never given back. The last use of gRPC that ends joins a thread that may be asleep for 10 s,

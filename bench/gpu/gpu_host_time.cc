@@ -208,7 +208,7 @@ Times StepsOfBackend(uint32_t rows, uint32_t segment_tokens, bool between) {
       attention::StepRequest request;
       request.layer = layer;
       request.rows = step_rows;
-      const auto prepared = timed.backend->Prepare(request);
+      const auto prepared = timed.backend->Prepare(request, /*turn=*/nullptr);
       if (between) memory.Write();
       request.prepared = prepared.get();
       const auto begin = Clock::now();
@@ -271,6 +271,8 @@ class EngineSteps {
     args.q_head_dim = args.k_head_dim = args.v_value_dim = shape_.head_dim;
     args.k = args.v = View(k);
     args.k_heads = args.v_heads = shape_.kv_heads;
+    const uint32_t rung = 1;
+    const engine::ClientLayer client = {.args = args, .ring = &rung, .epoch = rung};
     Between memory(absl::GetFlag(FLAGS_between_kib));
     Times times;
     engine::AnswerVectors answer;
@@ -286,12 +288,11 @@ class EngineSteps {
         if (between) memory.Write();
         pass->WarmNextLayer();
         const auto begin = Clock::now();
-        pass->BeginNextLayer(args);
         Must(pass->Step(args, answer, &result));
         const auto end = Clock::now();
         for (const auto& row : result.rows) Must(row.status);
         if (step >= kWarmUpSteps) times.Add(begin, *times_, end);
-        pass->PrepareNextLayer();
+        pass->PrepareNextLayer(&client);
       }
     }
     for (const uint64_t id : ids) Must(engine_->Close("", id));

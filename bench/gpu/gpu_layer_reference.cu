@@ -305,7 +305,8 @@ class Layer::UnitReference {
 double Layer::Reference(const Policy& policy, const StepHeader& step) {
   const uint32_t dim = shape_.dim, group = shape_.group;
   const size_t lanes = size_t{step.query_tokens} * heads();
-  const auto out = ToHost(reinterpret_cast<const float*>(step.out), lanes * dim);
+  const AnswerPlaces places = ToHost(step.answer, 1).front();
+  const auto out = ToHost(reinterpret_cast<const float*>(places.out), lanes * dim);
   const auto lse = ToHost(step.lse, lanes);
   const auto results = ToHost(step.lane_results, lanes);
   const auto units = ToHost(step.last_results, step.units);

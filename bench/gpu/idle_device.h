@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <string>
@@ -32,13 +33,20 @@ class IdleStream : public gpu::Stream {
   }
   bool has_cooperative_groups() const override { return true; }
   absl::Status RunStep(const gpu::StepRun& run) override {
-    *run.header.signal.answered = 1;
+    *run.header.signal.answered = gpu::kAnswered;
     return absl::OkStatus();
   }
-  absl::StatusOr<bool> RunStepBehind(const gpu::StepRun& run, const uint32_t*) override {
-    *run.header.signal.answered = 1;
+  // A client's tokens must be there already: a device takes them beside the host.
+  absl::StatusOr<bool> RunStepBehind(const gpu::StepRun& run, gpu::StepGate* gate) override {
+    for (uint32_t i = 0; gate->ring != nullptr && i < gate->moves_count; ++i) {
+      const gpu::TokenMove& move = gate->moves[i];
+      std::memcpy(run.input + size_t{move.to} * gpu::kMoveBytes,
+                  gate->tokens + size_t{move.from} * gpu::kMoveBytes, gpu::kMoveBytes);
+    }
+    *run.header.signal.answered = gpu::kAnswered;
     return true;
   }
+  bool AwaitTaken(gpu::StepGate*) override { return true; }
   bool ran_from_graph() const override { return true; }
   absl::Status BuildIndexes(const gpu::KernelShape&, const gpu::IndexJob&, const gpu::IndexJob*,
                             uint32_t, std::byte*) override {

@@ -43,11 +43,12 @@ class TimedStream : public gpu::Stream {
     times_->given = std::chrono::steady_clock::now();
     return stream_->RunStep(run);
   }
-  absl::StatusOr<bool> RunStepBehind(const gpu::StepRun& run, const uint32_t* gate) override {
+  absl::StatusOr<bool> RunStepBehind(const gpu::StepRun& run, gpu::StepGate* gate) override {
     ATTND_ASSIGN_OR_RETURN(behind_gate_, stream_->RunStepBehind(run, gate));
     awaited_ |= behind_gate_;
     return behind_gate_;
   }
+  bool AwaitTaken(gpu::StepGate* gate) override { return stream_->AwaitTaken(gate); }
   bool ran_from_graph() const override { return stream_->ran_from_graph(); }
   absl::Status BuildIndexes(const gpu::KernelShape& shape, const gpu::IndexJob& first_job,
                             const gpu::IndexJob* device_jobs, uint32_t count,

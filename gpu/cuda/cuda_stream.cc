@@ -6,15 +6,15 @@
 #include "common/status.h"
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/empty_kernel.h"
-#include "gpu/cuda/gated_copy.h"
 #include "gpu/cuda/host_word.h"
 #include "gpu/cuda/index/index_build.cuh"
+#include "gpu/cuda/step_gate.h"
 
 namespace attnd::gpu {
 
 CudaStream::~CudaStream() {
   if (!UseDevice(device_).ok()) return;
-  for (cudaStream_t stream : {main_, side_}) {
+  for (cudaStream_t stream : {main_, side_, taken_}) {
     if (stream == nullptr) continue;
     static_cast<void>(cudaStreamSynchronize(stream));
     static_cast<void>(cudaStreamDestroy(stream));
@@ -23,12 +23,13 @@ CudaStream::~CudaStream() {
 
 absl::Status CudaStream::Create() {
   ATTND_RETURN_IF_ERROR(UseDevice(device_));
-  for (cudaStream_t* stream : {&main_, &side_}) {
+  for (cudaStream_t* stream : {&main_, &side_, &taken_}) {
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "creating a stream"));
   }
-  ATTND_RETURN_IF_ERROR(fork_.Create(cudaEventDisableTiming));
-  ATTND_RETURN_IF_ERROR(join_.Create(cudaEventDisableTiming));
+  for (Event* event : {&fork_, &join_, &gate_opened_, &taken_told_}) {
+    ATTND_RETURN_IF_ERROR(event->Create(cudaEventDisableTiming));
+  }
   for (Event& event : stage_ends_) ATTND_RETURN_IF_ERROR(event.Create(cudaEventDefault));
   return absl::OkStatus();
 }
@@ -54,20 +55,18 @@ absl::Status CudaStream::RunStep(const StepRun& run) {
   return status;
 }
 
-absl::StatusOr<bool> CudaStream::RunStepBehind(const StepRun& run, const uint32_t* gate) {
+absl::StatusOr<bool> CudaStream::RunStepBehind(const StepRun& run, StepGate* gate) {
   ATTND_RETURN_IF_ERROR(UseDevice(device_));
-  if (run.input_bytes > cuda::kGatedCopyBytesMax) return false;
+  if (run.input_bytes > cuda::kGatedInputBytesMax) return false;
   timed_ = false;
   fetches_ = Fetches(run.header);
-  const auto enqueue = [&] {
-    ATTND_RETURN_IF_ERROR(
-        Launched(cuda::LaunchGatedCopy(gate, run.device_input, run.input, run.input_bytes, main_),
-                 "a gated copy"));
-    return EnqueueBehindInput(run);
-  };
-  ATTND_ASSIGN_OR_RETURN(ran_from_graph_, graphs_.RunBehind(run, main_, enqueue));
+  ATTND_ASSIGN_OR_RETURN(
+      ran_from_graph_,
+      graphs_.RunBehind(run, main_, [&] { return EnqueueBehindGate(run, gate); }));
   return ran_from_graph_;
 }
+
+bool CudaStream::AwaitTaken(StepGate* gate) { return LookForWord(&gate->taken, kTakenLook); }
 
 absl::Status CudaStream::BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
                                       const IndexJob* device_jobs, uint32_t count,
@@ -114,6 +113,21 @@ absl::StatusOr<StageSeconds> CudaStream::stage_seconds() {
 absl::Status CudaStream::Enqueue(const StepRun& run) {
   ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
   return EnqueueBehindInput(run);
+}
+
+// What is told of a client's tokens holds up nothing: the step's last kernel may have ended before.
+absl::Status CudaStream::EnqueueBehindGate(const StepRun& run, StepGate* gate) {
+  const cuda::GatedInput input = {.host = run.input,
+                                  .device = run.device_input,
+                                  .bytes = run.input_bytes,
+                                  .answer = run.header.answer};
+  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, input, main_), "a gate"));
+  ATTND_RETURN_IF_ERROR(gate_opened_.Record(main_));
+  ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(taken_));
+  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, taken_), "tokens taken"));
+  ATTND_RETURN_IF_ERROR(taken_told_.Record(taken_));
+  ATTND_RETURN_IF_ERROR(EnqueueBehindInput(run));
+  return taken_told_.HoldUp(main_);
 }
 
 absl::Status CudaStream::EnqueueBehindInput(const StepRun& run) {

@@ -20,7 +20,8 @@
 
 namespace attnd::gpu {
 
-// A CUDA stream, and a second one for the half of a stage that may run beside the other half.
+// A CUDA stream; a second one for the half of a stage that may run beside the other half; and a
+// third one for what a step behind a gate does beside all of its stages.
 class CudaStream : public Stream {
  public:
   CudaStream(int device, uint32_t multiprocessors, bool has_cooperative_groups)
@@ -37,7 +38,8 @@ class CudaStream : public Stream {
   bool has_cooperative_groups() const override { return has_cooperative_groups_; }
 
   absl::Status RunStep(const StepRun& run) override;
-  absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) override;
+  absl::StatusOr<bool> RunStepBehind(const StepRun& run, StepGate* gate) override;
+  bool AwaitTaken(StepGate* gate) override;
   bool ran_from_graph() const override { return ran_from_graph_; }
 
   absl::Status BuildIndexes(const KernelShape& shape, const IndexJob& first_job,
@@ -57,6 +59,7 @@ class CudaStream : public Stream {
   enum StageEnd { kStart, kScore, kSelect, kAttend, kMerge, kToFetch, kFetch, kStageEnds };
 
   absl::Status Enqueue(const StepRun& run);
+  absl::Status EnqueueBehindGate(const StepRun& run, StepGate* gate);
   absl::Status EnqueueBehindInput(const StepRun& run);
 
   absl::Status Launch(const StepKernels& kernels, const StepHeader& header, bool measure);
@@ -103,7 +106,9 @@ class CudaStream : public Stream {
   const bool has_cooperative_groups_;
   cudaStream_t main_ = nullptr;
   cudaStream_t side_ = nullptr;
+  cudaStream_t taken_ = nullptr;
   Event fork_, join_;
+  Event gate_opened_, taken_told_;
   std::array<Event, kStageEnds> stage_ends_;
   StepGraphs graphs_;
   bool timed_ = false;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Pinned memory that the host writes, or reads, while a kernel runs, for which C++ has no words: as
-// instructions.cuh, tests run it over a form in C++ (tests/gpu/emulated).
+// Memory of the host that it, or another GPU, writes or reads while a kernel runs, for which C++
+// has no words: as instructions.cuh, tests run it over a form in C++ (tests/gpu/emulated).
 #ifndef ATTND_GPU_CUDA_HOST_MEMORY_CUH_
 #define ATTND_GPU_CUDA_HOST_MEMORY_CUH_
 
@@ -9,30 +9,39 @@
 
 namespace attnd::gpu {
 
-// Waits until a word is not 0, by one thread. What the host wrote before is there for that thread,
-// for those that it meets at a barrier, and for what follows the kernel.
-__device__ __forceinline__ void AwaitHostWord(const uint32_t* word) {
-  // A kernel that reads host memory without a pause holds up those beside it (docs/PERFORMANCE.md,
-  // "A model server's loop on one GPU").
-  constexpr unsigned kPauseNanos = 500;
-  while (true) {
-    uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-    if (value != 0) return;
-    __nanosleep(kPauseNanos);
-  }
+// A word as it is now. What its writer wrote before is there for the thread that sees it, for those
+// that this thread meets at a barrier, and for what follows the kernel.
+__device__ __forceinline__ uint32_t LoadHostWord(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
 }
+// The same, but for what was written before. Loads behind it do not wait for this one.
+__device__ __forceinline__ uint32_t PeekHostWord(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Between two looks at such words: a kernel that reads host memory without a pause holds up those
+// beside it (docs/PERFORMANCE.md, "A model server's loop on one GPU").
+__device__ __forceinline__ void PauseForHost() { __nanosleep(500); }
 
 // What the thread has written is there for the host before what it writes next.
 __device__ __forceinline__ void FenceForHost() { __threadfence_system(); }
 
-// Sets a word to 1 that the host looks at.
-__device__ __forceinline__ void SetHostWord(uint32_t* word) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(1) : "memory");
+// Sets words that the host looks at.
+__device__ __forceinline__ void SetHostWord(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+__device__ __forceinline__ void SetHostWords(uint64_t* pair, uint32_t first, uint32_t second) {
+  const uint64_t value = uint64_t{second} << 32 | first;
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(pair), "l"(value) : "memory");
 }
 
 // Not from a cache that may have what was there before.
 __device__ __forceinline__ uint4 LoadHost(const uint4* from) { return __ldcv(from); }
+__device__ __forceinline__ uint2 LoadHost(const uint2* from) { return __ldcv(from); }
 
 }  // namespace attnd::gpu
 

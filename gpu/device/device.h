@@ -23,6 +23,7 @@
 #include "gpu/device/pcie_meter.h"
 #include "gpu/layout/index_layout.h"
 #include "gpu/layout/kernel_shapes.h"
+#include "gpu/layout/step_gate.h"
 #include "gpu/layout/step_layout.h"
 
 namespace attnd::gpu {
@@ -52,13 +53,14 @@ struct StageSeconds {
 
 // A step with the copies around it: its input is copied to the device before it; kernels write most
 // results to the host, the rest is copied back after them. The host addresses must be of pinned
-// memory that does not change until the step has run.
+// memory that does not change until the step has run; but that a client's tokens are copied to the
+// input (StepGate).
 struct StepRun {
   KernelShape shape;
   StepHeader header;     // equal to the header at the start of the input
   bool measure = false;  // whether a unit has a tolerance
   bool timed = false;    // whether stage_seconds() will be asked for
-  const std::byte* input = nullptr;
+  std::byte* input = nullptr;
   std::byte* device_input = nullptr;
   uint64_t input_bytes = 0;
   const std::byte* device_results = nullptr;
@@ -79,12 +81,16 @@ class Stream {
   virtual bool has_cooperative_groups() const = 0;
   // No other work of the stream may be under way.
   virtual absl::Status RunStep(const StepRun& run) = 0;
-  // Launches a step that begins once `gate`, a word of pinned memory that is 0 now, is not. All
-  // that the device reads of the host for it, it reads behind the gate. False, and nothing is
-  // launched, if it cannot be launched by one call: while a step waits, a further call into CUDA
-  // may wait for it. Whoever opens the gate calls nothing of CUDA before. No other work of the
-  // stream may be under way. The step is not timed.
-  virtual absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) = 0;
+  // Launches a step that begins once `gate`, in pinned memory, is open; its words are 0 now. All
+  // that the device reads of the host for it, it reads behind the gate; but if the gate has a ring,
+  // it may read all but the tokens before. False, and nothing is launched, if it cannot be launched
+  // by one call: while a step waits, a further call into CUDA may wait for it. Whoever opens the
+  // gate calls nothing of CUDA before. No other work of the stream may be under way. The step is
+  // not timed.
+  virtual absl::StatusOr<bool> RunStepBehind(const StepRun& run, StepGate* gate) = 0;
+  // Of a step whose gate a client has opened: whether it has set StepGate::taken within some
+  // hundred microseconds.
+  virtual bool AwaitTaken(StepGate* gate) = 0;
   // Waits until the step under way has set AnswerSignal::answered, this word; or for all work of
   // the stream, whose error it gives. All that the step has written to the host is there then.
   virtual absl::Status AwaitAnswer(uint32_t* answered) = 0;

@@ -392,9 +392,29 @@ constexpr uint32_t TileFragmentWords(uint32_t head_dim) { return 2 * FragmentWor
 // How the host learns that a step has written its answers, before its last kernel has ended and the
 // stream is idle. Null: by waiting for the stream.
 struct AnswerSignal {
-  uint32_t* answered;  // in pinned memory, 0 before the step: 1 behind all outputs there
-  uint32_t* blocks;    // thread blocks that have answered; comes with the input, as 0
+  // In pinned memory, 0 before the step: behind all outputs there kAnswered, or kAnsweredAndTold if
+  // AnswerPlaces::turn is written, too.
+  uint32_t* answered;
+  uint32_t* blocks;  // thread blocks that have answered, and kFlawed; comes with the input, as 0
 };
+inline constexpr uint32_t kAnswered = 1, kAnsweredAndTold = 2;
+// Of AnswerSignal::blocks: some lse is no number.
+inline constexpr uint32_t kFlawed = 1u << 31;
+
+// Where the kernels that answer write out, and whom they tell. It comes with the input, with the
+// host's own buffers; a step that has taken a client's tokens gets the client's (StepGate).
+struct AnswerPlaces {
+  std::byte* out;  // [query_tokens][query_heads][value_dim] of StepHeader::out_dtype
+  float* lse;      // a second one, beside StepHeader::lse; null: none
+  // A pair of words that become {epoch, 0} behind out and lse, if the host allows it and every lse
+  // is a number; null: the host tells.
+  uint64_t* turn;
+  uint32_t epoch;
+  uint32_t taken;    // 1: these are a client's, whose tokens the step has taken
+  uint32_t allowed;  // 1: the host has found these tokens good
+  uint32_t reserved;
+};
+static_assert(sizeof(AnswerPlaces) == 40);
 
 // Places and sizes of everything else. Scratch memory is as the last step left it; kernels clear
 // the counters that they use.
@@ -456,9 +476,9 @@ struct StepHeader {
                       // carried, in any order, some more than once; a row with such a page has no
                       // answer
 
-  // Outputs. The first four lie in pinned memory of the host, where the kernels that answer write
-  // them. The others, and fates, are copied back if they are wanted.
-  std::byte* out;            // [query_tokens][query_heads][value_dim] of out_dtype
+  // Outputs. Out and the next three lie in pinned memory of the host, where the kernels that answer
+  // write them. The others, and fates, are copied back if they are wanted.
+  AnswerPlaces* answer;      // of the input, on the device
   float* lse;                // [query_tokens][query_heads]; NaN where a number of out is none
   LaneResult* lane_results;  // [query_tokens][query_heads]
   UnitResult* last_results;  // [units] what unit_results are in the end, of units over clusters

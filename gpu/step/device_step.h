@@ -34,8 +34,9 @@ class DeviceStep {
   // request: one that has begun.
   DeviceStep(const attention::StepRequest& request, DeviceCopyStore* store, StreamContext* context,
              bool cooperative_groups, bool timed);
-  // A wave that still waits behind its gate then runs in vain: over queries of zeros. So does one
-  // that has begun without an answer being asked for.
+  // A wave that still waits behind its gate then runs in vain: over queries of zeros, or, if a
+  // client opens the gate meanwhile, over what lies there. So does one that has begun without an
+  // answer being asked for.
   ~DeviceStep();
   DeviceStep(const DeviceStep&) = delete;
   DeviceStep& operator=(const DeviceStep&) = delete;
@@ -55,18 +56,18 @@ class DeviceStep {
   // can be. It makes no room on the device, uploads no segment and uses no cache of pages, as that
   // may take a while. False: this step cannot be prepared, and nothing was launched. RunPrepared
   // then answers the rows, as Run would, which have their queries, tokens and buffers by then.
-  absl::StatusOr<bool> Prepare();
-  // In between, at most once: opens the gate with the rows' tokens as a message has them, which
-  // nobody has looked at. They count as on the device only once RunPrepared has answered the rows.
-  // False: the step needs more than the message has, or has not been launched; RunPrepared does
-  // that.
-  bool BeginPrepared(std::span<const attention::RowTokens> rows);
-  // Whether it has, and with these bytes.
-  bool HasBegunWith(std::span<const attention::RowTokens> rows) const {
-    return has_begun() && writer_.HoldsTokensOf(rows, context_->input());
-  }
+  // turn: whose ring opens the gate, too, if the step takes its turn; may be null.
+  absl::StatusOr<bool> Prepare(const attention::ClientTurn* turn);
+  // Whether the client's ring lets the step begin with the client's tokens, which nobody has looked
+  // at. They count as on the device only once RunPrepared has answered the rows. It is asked for
+  // that only behind HasBegunWith.
+  bool takes_turn() const { return takes_turn_; }
+  // Of such a step, behind the ring: whether it has begun, with these bytes.
+  bool HasBegunWith(std::span<const attention::RowTokens> rows);
   bool has_begun() const { return launched_ == Launched::kBegun; }
   absl::Status RunPrepared();
+  // Behind RunPrepared: whether the client has been told of its answer.
+  bool has_told() const { return has_told_; }
 
   // Numbers of the rows that were not answered, ascending.
   const std::vector<uint32_t>& left_over() const { return left_over_; }
@@ -123,7 +124,7 @@ class DeviceStep {
   bool IsLeftOver(uint32_t row) const;
 
   // A wave that was launched before its queries were there.
-  enum class Launched { kNot, kWaits, kBegun };  // kWaits: behind its gate
+  enum class Launched { kNot, kWaits, kBegun };  // kWaits: behind its gate, as far as is known
   struct Row {
     // Kept as long as the step: its description points into it.
     std::shared_ptr<const DeviceHistory> history;
@@ -147,6 +148,7 @@ class DeviceStep {
   attention::BackendStats::Files file_counts_;
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;
+  bool takes_turn_ = false, has_told_ = false;
   StepRun run_;                // of the wave that was launched so
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room

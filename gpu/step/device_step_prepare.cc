@@ -26,7 +26,7 @@ DeviceStep::~DeviceStep() {
   context_->counts()->steps_in_vain.fetch_add(1, std::memory_order_relaxed);
 }
 
-absl::StatusOr<bool> DeviceStep::Prepare() {
+absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   prepares_ = true;
   const WaveShape shape = WaveShapeOf(request_.rows.front(), request_.layer);
   // Whoever uses the cache of pages has it until the step has ended.
@@ -39,19 +39,19 @@ absl::StatusOr<bool> DeviceStep::Prepare() {
   }
   if (writer_.off_device()) return false;  // there is a cache now
   ATTND_ASSIGN_OR_RETURN(run_, WriteWave());
+  const bool has_ring = turn != nullptr && writer_.WriteTurn(*turn, context_->gate());
+  if (!has_ring) context_->gate()->ring = nullptr;
   ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run_));
   if (waits) launched_ = Launched::kWaits;
+  takes_turn_ = waits && has_ring;
   return true;
 }
 
-bool DeviceStep::BeginPrepared(std::span<const attention::RowTokens> rows) {
+bool DeviceStep::HasBegunWith(std::span<const attention::RowTokens> rows) {
+  CHECK(takes_turn_);
   CHECK_EQ(rows.size(), rows_.size());
-  CHECK(launched_ != Launched::kBegun) << "begun twice";
-  if (launched_ == Launched::kNot || !writer_.UploadsAppended()) return false;
-  writer_.WriteTokensOf(rows, context_->input());
-  context_->OpenGate();
-  launched_ = Launched::kBegun;
-  return true;
+  if (launched_ == Launched::kWaits && context_->AwaitTaken()) launched_ = Launched::kBegun;
+  return has_begun() && writer_.HoldsTokensOf(rows, context_->input());
 }
 
 absl::StatusOr<bool> DeviceStep::PrepareRow(uint32_t number) {
@@ -78,8 +78,11 @@ absl::Status DeviceStep::RunPrepared() {
   }
   if (launched_ == Launched::kNot) return RunWave();
   if (launched_ == Launched::kWaits) {
+    CHECK(!takes_turn_) << "nobody has looked at what the step begins with";
     writer_.WriteTokens(context_->input());
     context_->OpenGate();
+  } else {
+    context_->AllowAnswer();
   }
   launched_ = Launched::kNot;
   const absl::Status ran = context_->AwaitStep(run_);
@@ -88,6 +91,7 @@ absl::Status DeviceStep::RunPrepared() {
     return absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(ran);
+  has_told_ = context_->has_told();
   ATTND_RETURN_IF_ERROR(TakeResults(std::nullopt));
   context_->counts()->steps_ahead.fetch_add(1, std::memory_order_relaxed);
   return absl::OkStatus();

@@ -81,12 +81,14 @@ void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
   const uint64_t from = part.ref.first_query_token * heads;
   const uint64_t to = part.first_token * heads;
   const uint64_t lanes = part.tokens * heads;
-  const DType dtype = writer.shape().out_dtype;
-  auto* const out =
-      dtype == DType::kFp32 ? reinterpret_cast<std::byte*>(row.out) : row.final_out.to;
-  const uint64_t lane_bytes = value_dim * DTypeBytes(dtype);
-  std::memcpy(out + to * lane_bytes, results + writer.results().out + from * lane_bytes,
-              lanes * lane_bytes);
+  if (!writer.answers_client()) {
+    const DType dtype = writer.shape().out_dtype;
+    auto* const out =
+        dtype == DType::kFp32 ? reinterpret_cast<std::byte*>(row.out) : row.final_out.to;
+    const uint64_t lane_bytes = value_dim * DTypeBytes(dtype);
+    std::memcpy(out + to * lane_bytes, results + writer.results().out + from * lane_bytes,
+                lanes * lane_bytes);
+  }
   std::memcpy(row.lse + to, At<float>(results, writer.results().lse) + from, lanes * sizeof(float));
 }
 

@@ -4,7 +4,10 @@
 #include <glog/logging.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -30,6 +33,17 @@ uint64_t QueryBytes(const WaveShape& shape) {
 // query token sees.
 uint64_t FirstAppended(const RowDescription& row) {
   return row.causal ? row.tail_limit - 1 : row.tail_end();
+}
+
+// The lowest address of any row's tokens.
+const std::byte* FirstOf(std::span<const attention::RowTokens> rows) {
+  const std::byte* first = rows.front().queries;
+  for (const attention::RowTokens& row : rows) {
+    for (const std::byte* tensor : {row.queries, row.keys, row.values}) {
+      if (tensor != nullptr) first = std::min(first, tensor, std::less<>());
+    }
+  }
+  return first;
 }
 
 // Calls put(to, from, bytes) for an upload's rows, which lie in the tensors that bring the row's
@@ -63,6 +77,7 @@ void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
   memories_.clear();
   measure_ = false;
   off_device_ = false;
+  answers_client_ = false;
   cache_ = {};
   carried_ = {};
 }
@@ -173,6 +188,9 @@ uint64_t StepWriter::Write(const WaveBuffers& buffers) {
   header_.answer_blocks = AnswerBlocks(header_);
   std::memcpy(input, &header_, sizeof(header_));
   *At<uint32_t>(input, places.answer_blocks) = 0;
+  own_answer_ = AnswerPlaces{};
+  own_answer_.out = buffers.results + places.result.out;
+  *At<AnswerPlaces>(input, places.answer) = own_answer_;
   *At<CacheClock>(input, places.cache_clock) = clock_;
   if (shape_.reads_files) *At<CarriedPages>(input, places.carried) = carried_;
   for (size_t i = 0; i < parts_.size(); ++i) {
@@ -220,10 +238,34 @@ void StepWriter::WriteTokens(std::byte* input) const {
             put);
 }
 
-void StepWriter::WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const {
-  ForTokensOf(rows, [input](uint64_t to, const std::byte* from, uint64_t bytes) {
-    std::memcpy(input + to, from, bytes);
+bool StepWriter::WriteTurn(const attention::ClientTurn& turn, StepGate* gate) {
+  gate->ring = nullptr;
+  if (!UploadsAppended()) return false;
+  const std::byte* const tokens = FirstOf(turn.tokens);
+  uint32_t count = 0;
+  bool fits = reinterpret_cast<uintptr_t>(tokens) % kMoveBytes == 0;
+  ForTokensOf(turn.tokens, [&](uint64_t to, const std::byte* from, uint64_t bytes) {
+    const auto apart = static_cast<uint64_t>(from - tokens);
+    fits = fits && (apart | to | bytes) % kMoveBytes == 0 &&
+           apart / kMoveBytes <= std::numeric_limits<uint32_t>::max() - bytes / kMoveBytes &&
+           bytes / kMoveBytes <= kMovesMax - count;
+    for (uint64_t at = 0; fits && at < bytes; at += kMoveBytes) {
+      gate->moves[count++] = {Narrow((apart + at) / kMoveBytes), Narrow((to + at) / kMoveBytes)};
+    }
   });
+  if (!fits) return false;
+  gate->ring = turn.ring;
+  gate->epoch = turn.epoch;
+  gate->tokens = tokens;
+  gate->moves_count = count;
+  answers_client_ = turn.out != nullptr;
+  gate->answer = own_answer_;
+  if (answers_client_) gate->answer.out = turn.out;
+  gate->answer.lse = turn.lse;
+  gate->answer.turn = turn.answer;
+  gate->answer.epoch = turn.epoch;
+  gate->answer.taken = 1;
+  return true;
 }
 
 bool StepWriter::HoldsTokensOf(std::span<const attention::RowTokens> rows,
@@ -315,7 +357,7 @@ void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers
     h.missing_count = At<uint32_t>(device_scratch, places.Copied(places.result.missing_count));
     h.estimates_misses = shape_.miss_wait_us.has_value() ? 1 : 0;
   }
-  h.out = buffers.results + places.result.out;
+  h.answer = At<AnswerPlaces>(device_input, places.answer);
   h.lse = At<float>(buffers.results, places.result.lse);
   h.lane_results = At<LaneResult>(buffers.results, places.result.lane_results);
   h.last_results = At<UnitResult>(buffers.results, places.result.unit_results);

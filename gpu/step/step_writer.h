@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention/backend.h"
+#include "gpu/layout/step_gate.h"
 #include "gpu/layout/step_layout.h"
 #include "gpu/step/row_description.h"
 #include "gpu/step/wave_memory.h"
@@ -86,12 +87,14 @@ class StepWriter {
   uint64_t Write(const WaveBuffers& buffers);
   // After Write: fills in the queries and what uploads point at.
   void WriteTokens(std::byte* input) const;
-  // In place of WriteTokens: from a message's tensors, of each row by its number. Each part must be
-  // a whole row, and what the wave uploads must be tokens that the rows append: UploadsAppended.
-  void WriteTokensOf(std::span<const attention::RowTokens> rows, std::byte* input) const;
-  bool UploadsAppended() const;
-  // Whether WriteTokensOf would write just what is there.
+  // In place of WriteTokens: has the step take its tokens from a client's memory. Each part must be
+  // a whole row. False, and the gate is the host's alone, if the wave uploads other tokens than the
+  // rows append, if there are too many, or if they do not lie as StepGate has them.
+  bool WriteTurn(const attention::ClientTurn& turn, StepGate* gate);
+  // Whether the input has these tokens, of each row by its number: as a message's tensors have them.
   bool HoldsTokensOf(std::span<const attention::RowTokens> rows, const std::byte* input) const;
+  // Whether kernels write out to a client's memory, and not to the results.
+  bool answers_client() const { return answers_client_; }
   // In place of WriteTokens: queries of zeros, and no upload. Such a step takes its time, and
   // writes to its stream's own memory alone.
   void WriteNoTokens(std::byte* input) const;
@@ -117,6 +120,7 @@ class StepWriter {
   // queries_of(part): its row's. upload_of(part, upload, to): calls put for an upload's pieces.
   template <typename QueriesOf, typename UploadOf, typename Put>
   void ForTokens(QueriesOf queries_of, UploadOf upload_of, Put put) const;
+  bool UploadsAppended() const;
   template <typename Put>
   void ForTokensOf(std::span<const attention::RowTokens> rows, Put put) const;
   // Fills the header's numbers, and the addresses that follow from `places`.
@@ -138,12 +142,14 @@ class StepWriter {
   std::vector<RowMemory> memories_;  // of the parts
   bool measure_ = false;
   bool off_device_ = false;
+  bool answers_client_ = false;
   PageCacheRef cache_{};
   CacheClock clock_{};
   CarriedPages carried_{};
 
   // Of the wave that was written last.
   StepHeader header_{};
+  AnswerPlaces own_answer_{};  // in its input
   ResultPlaces results_;
   const std::byte* device_results_ = nullptr;
 };

@@ -92,7 +92,7 @@ WaveBuffers StreamContext::buffers() const {
           .results = results_,
           .device_input = device_input_,
           .device_scratch = device_scratch_,
-          .answered = Word(&Words::answered)};
+          .answered = &words()->answered};
 }
 
 StepRun StreamContext::MakeRun(StepRun run) const {
@@ -115,7 +115,7 @@ void StreamContext::Count(const StepRun& run) {
 absl::Status StreamContext::RunStep(const StepRun& run) {
   CHECK(!busy_) << "one step at a time";
   busy_ = true;
-  std::atomic_ref(*Word(&Words::answered)).store(0, std::memory_order_relaxed);
+  std::atomic_ref(words()->answered).store(0, std::memory_order_relaxed);
   ATTND_RETURN_IF_ERROR(stream_->RunStep(run));
   Count(run);
   return absl::OkStatus();
@@ -123,10 +123,10 @@ absl::Status StreamContext::RunStep(const StepRun& run) {
 
 absl::StatusOr<bool> StreamContext::RunStepBehindGate(const StepRun& run) {
   CHECK(!busy_) << "one step at a time";
-  uint32_t* const gate = Word(&Words::gate);
-  std::atomic_ref(*gate).store(0, std::memory_order_relaxed);
-  std::atomic_ref(*Word(&Words::answered)).store(0, std::memory_order_relaxed);
-  ATTND_ASSIGN_OR_RETURN(const bool launched, stream_->RunStepBehind(run, gate));
+  for (uint32_t* word : {&gate()->open, &gate()->taken, &gate()->allowed, &words()->answered}) {
+    std::atomic_ref(*word).store(0, std::memory_order_relaxed);
+  }
+  ATTND_ASSIGN_OR_RETURN(const bool launched, stream_->RunStepBehind(run, gate()));
   if (!launched) return false;
   busy_ = true;
   Count(run);
@@ -134,16 +134,22 @@ absl::StatusOr<bool> StreamContext::RunStepBehindGate(const StepRun& run) {
 }
 
 void StreamContext::OpenGate() {
-  std::atomic_ref(*Word(&Words::gate)).store(1, std::memory_order_release);
+  std::atomic_ref(gate()->open).store(1, std::memory_order_release);
+}
+
+void StreamContext::AllowAnswer() {
+  std::atomic_ref(gate()->allowed).store(1, std::memory_order_release);
 }
 
 absl::Status StreamContext::AwaitStep(const StepRun& run) {
   CHECK(busy_) << "no step is under way";
-  uint32_t* const answered = Word(&Words::answered);
+  uint32_t* const answered = &words()->answered;
   // Copies and events come behind the kernels.
   const bool ends_with_kernels = !run.timed && run.result_bytes == 0;
   ATTND_RETURN_IF_ERROR(ends_with_kernels ? stream_->AwaitAnswer(answered) : Synchronize());
-  if (std::atomic_ref(*answered).load(std::memory_order_acquire) == 1) return absl::OkStatus();
+  const uint32_t how = std::atomic_ref(*answered).load(std::memory_order_acquire);
+  has_told_ = how == kAnsweredAndTold;
+  if (how == kAnswered || has_told_) return absl::OkStatus();
   return absl::InternalError(absl::StrCat("a step has ended, and its ", run.header.answer_blocks,
                                           " blocks have not said so"));
 }

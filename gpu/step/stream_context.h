@@ -68,13 +68,24 @@ class StreamContext {
   StepRun MakeRun(StepRun run) const;
   // Runs a step whose results go to the result buffer; nothing that was sent may be under way.
   absl::Status RunStep(const StepRun& run);
-  // RunStep, of a step that is not timed and begins with OpenGate: until then the input buffer may
-  // change. False, and nothing has been launched, if it cannot wait (Stream::RunStepBehind).
+  // What the next step behind a gate finds there besides its words, to be written before it is
+  // launched; a gate without a ring is the host's alone.
+  StepGate* gate() const { return &words()->gate; }
+  // RunStep, of a step that is not timed and begins once its gate is open: until then the input
+  // buffer may change, but for a gate with a ring. False, and nothing has been launched, if it
+  // cannot wait (Stream::RunStepBehind).
   absl::StatusOr<bool> RunStepBehindGate(const StepRun& run);
   // What was written to the input buffer before is the step's input.
   void OpenGate();
+  // Of a gate with a ring that has come: whether the step has taken the client's tokens, which then
+  // lie in the input buffer.
+  bool AwaitTaken() { return stream_->AwaitTaken(gate()); }
+  // The answer to these tokens may be told to the client.
+  void AllowAnswer();
   // Waits for the results of the step that was run last. The stream may still be busy with its end.
   absl::Status AwaitStep(const StepRun& run);
+  // Whether that step has told the client that it has its answer.
+  bool has_told() const { return has_told_; }
   // Copies to the result buffer, from byte `at` on.
   absl::Status Fetch(const std::byte* from, uint64_t bytes, uint64_t at = 0);
   // Waits for all work of the stream; then the buffers are free again.
@@ -86,13 +97,13 @@ class StreamContext {
   StreamContext(Device* device, const WaveRoom& room, TransferCounts* counts)
       : device_(device), room_(room), counts_(counts) {}
 
-  // In pinned memory, apart: the host writes one, kernels write the other.
+  // In pinned memory.
   struct Words {
-    alignas(128) uint32_t gate;
+    StepGate gate;
     alignas(128) uint32_t answered;
   };
 
-  uint32_t* Word(uint32_t Words::*word) const { return &(reinterpret_cast<Words*>(words_)->*word); }
+  Words* words() const { return reinterpret_cast<Words*>(words_); }
   // Counts a step that was launched.
   void Count(const StepRun& run);
 
@@ -107,6 +118,7 @@ class StreamContext {
   std::byte* words_ = nullptr;  // Words
   uint64_t sent_bytes_ = 0;     // of the input buffer that copies under way may still read
   bool busy_ = false;
+  bool has_told_ = false;
 };
 
 }  // namespace attnd::gpu

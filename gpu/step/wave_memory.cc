@@ -44,6 +44,7 @@ void PlaceInput(const WaveCounts& counts, const WaveShape& shape, WavePlaces* pl
   Placer input;
   input.Place(1, sizeof(StepHeader));
   places->answer_blocks = input.Place(1, sizeof(uint32_t));
+  places->answer = input.Place(1, sizeof(AnswerPlaces));
   places->cache_clock = input.Place(1, sizeof(CacheClock));
   places->carried = input.Place(shape.reads_files ? 1 : 0, sizeof(CarriedPages));
   places->rows = input.Place(counts.rows, sizeof(RowRef));

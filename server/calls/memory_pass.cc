@@ -192,7 +192,7 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
     const bool tells_first = waiting_ == plane::Waiting::kWoken || !times.status.ok();
     if (tells_first) ReportLayer(times, *result);
     ATTND_RETURN_IF_ERROR(times.status);
-    turns_.Answer(failed_rows_);
+    result->told_client ? turns_.NoteAnswer() : turns_.Answer(failed_rows_);
     PrepareLayer(pass);
     if (!tells_first) ReportLayer(times, *result);
   }
@@ -202,7 +202,13 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
 
 void MemoryPass::PrepareLayer(engine::Pass* pass) {
   const bool last = pass->layer() == stream_.options->layers;
-  prepared_ = !last && *RingIsPrompt() && pass->PrepareNextLayer();
+  const bool prepares = !last && *RingIsPrompt();
+  if (prepares && region_.device_sees()) {
+    const engine::ClientLayer client = InMemory(pass->layer());
+    prepared_ = pass->PrepareNextLayer(&client);
+  } else {
+    prepared_ = prepares && pass->PrepareNextLayer(nullptr);
+  }
   if (!prepared_) pass->ForgetNextLayer();
   pass->WarmNextLayer();
   if (!last) BlankAnswer();
@@ -241,7 +247,6 @@ MemoryPass::LayerTimes MemoryPass::AnswerLayer(engine::Pass* pass, engine::Decod
   args.layer = layer;
   args.deadline =
       Earlier(DeadlineAt(times.arrival, stream_.step->deadline_us), stream_.options->deadline);
-  if (prepared_) BeginLayer(pass, layer);
   CopyIn(layer);
   extents_ = {};
   RunStep([&] {
@@ -251,7 +256,9 @@ MemoryPass::LayerTimes MemoryPass::AnswerLayer(engine::Pass* pass, engine::Decod
     times.end = Clock::now();
   });
   if (times.status.ok()) {
-    CopyOut(layer, *result);
+    // A client that has been told may have rung for the next layer.
+    out_untouched_ = result->told_client;
+    if (!result->told_client) CopyOut(layer, *result);
     failed_rows_ = static_cast<uint32_t>(
         std::count_if(result->rows.begin(), result->rows.end(),
                       [](const engine::DecodeRowResult& row) { return !row.status.ok(); }));
@@ -274,12 +281,20 @@ void MemoryPass::ReportLayer(const LayerTimes& times, const engine::DecodeResult
   metrics->OnStage(Stage::kRpc, times.answered - times.end);
 }
 
-void MemoryPass::BeginLayer(engine::Pass* pass, uint32_t layer) {
-  engine::DecodeArgs args = stream_.step->args;
-  if (q_.bytes > 0) args.q.data = InRegion(q_, layer);
-  if (k_.bytes > 0) args.k.data = InRegion(k_, layer);
-  if (v_.bytes > 0) args.v.data = InRegion(v_, layer);
-  pass->BeginNextLayer(args);
+engine::ClientLayer MemoryPass::InMemory(uint32_t layer) const {
+  engine::ClientLayer client;
+  client.args = stream_.step->args;
+  if (q_.bytes > 0) client.args.q.data = InRegion(q_, layer);
+  if (k_.bytes > 0) client.args.k.data = InRegion(k_, layer);
+  if (v_.bytes > 0) client.args.v.data = InRegion(v_, layer);
+  client.ring = turns_.ring();
+  client.epoch = turns_.epoch();
+  if (stream_.step->output_dtype == DType::kFp32) return client;
+  client.out = OutOf(layer);
+  if (stream_.options->want_lse) client.lse = LseOf(layer);
+  // Who sleeps until a word changes must be woken.
+  if (waiting_ == plane::Waiting::kLooking) client.answer = turns_.answer();
+  return client;
 }
 
 void MemoryPass::CopyIn(uint32_t layer) {
@@ -330,12 +345,15 @@ void MemoryPass::CopyOut(uint32_t layer, const engine::DecodeResult& result) {
     first += floats;
   }
   if (!stream_.options->want_lse) return;
-  std::memcpy(region_.data() + plane::LayerOffset(lse_span_, layer), lse_.data(),
-              extents_.lse_floats() * sizeof(float));
+  std::memcpy(LseOf(layer), lse_.data(), extents_.lse_floats() * sizeof(float));
 }
 
 std::byte* MemoryPass::OutOf(uint32_t layer) const {
   return region_.data() + plane::LayerOffset(out_span_, layer);
+}
+
+float* MemoryPass::LseOf(uint32_t layer) const {
+  return reinterpret_cast<float*>(region_.data() + plane::LayerOffset(lse_span_, layer));
 }
 
 void MemoryPass::RunStep(absl::FunctionRef<void()> step) const {

@@ -31,11 +31,11 @@ absl::Status CheckSpin(absl::string_view field, uint32_t spin_us);
 
 // Between the client's memory and the engine stand buffers of the server's own: q, k and v are
 // copied before anything is checked, so that nothing that has been checked can change any more.
-// Only what the engine has got ready for the layer begins with the client's memory itself, and
+// Only what the engine has got ready for the layer takes them from the client's memory itself, and
 // counts for nothing if it has read other bytes than were copied. A backend that writes the
-// client's dtype writes out to the client's memory; where it has not, and for a row that turns out
-// to have no answer, it is written there when the engine is done. Offsets come from the
-// declaration, never from the memory.
+// client's dtype writes out to the client's memory, and may tell the client so; where it has not,
+// and for a row that turns out to have no answer, it is written there when the engine is done.
+// Offsets come from the declaration, never from the memory.
 //
 // One thread, which Run occupies: it waits for the client's turns.
 class MemoryPass {
@@ -112,12 +112,13 @@ class MemoryPass {
   LayerTimes AnswerLayer(engine::Pass* pass, engine::DecodeResult* result);
   // Counts it.
   void ReportLayer(const LayerTimes& times, const engine::DecodeResult& result);
-  // Has what the engine has got ready begin with what lies in the client's memory.
-  void BeginLayer(engine::Pass* pass, uint32_t layer);
+  // Where a device finds the layer by itself.
+  engine::ClientLayer InMemory(uint32_t layer) const;
   void CopyIn(uint32_t layer);
   // What the engine's backend has not written there itself.
   void CopyOut(uint32_t layer, const engine::DecodeResult& result);
   std::byte* OutOf(uint32_t layer) const;  // in the region
+  float* LseOf(uint32_t layer) const;      // the same
   const std::byte* InRegion(const Input& input, uint32_t layer) const;
   absl::StatusOr<engine::AnswerBuffers> Provide(const engine::AnswerExtents& extents);
   // Makes the last layer's buffers ready for the next one's answer, in the time that the model

@@ -5,6 +5,7 @@
 #define ATTND_SERVER_CALLS_MEMORY_PLANE_H_
 
 #include <cstdint>
+#include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
@@ -17,9 +18,10 @@ namespace attnd::server {
 // Thread-safety: Start belongs to one thread; all other methods may be called from any thread.
 class MemoryPlane {
  public:
-  MemoryPlane(const plane::RegionLimits& limits, uint32_t passes_max)
+  // mapper: the backend's (plane::RegionMapper).
+  MemoryPlane(const plane::RegionLimits& limits, plane::RegionMapper mapper, uint32_t passes_max)
       : passes_max_(passes_max),
-        regions_(limits),
+        regions_(limits, std::move(mapper)),
         threads_({.workers = passes_max, .inline_slots = 0, .queue_max = passes_max}) {}
 
   // Before the first pass. ResourceExhausted if the system refuses a thread.

@@ -47,7 +47,7 @@ void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& fau
         uint64_t{header.kv_heads} * header.group * (row.first_query_token + row.query_tokens);
     const auto dtype = static_cast<DType>(header.out_dtype);
     const float nan = std::nanf("");
-    FromFloat(dtype, &nan, 1, header.out + (lanes * shape.value_dim - 1) * DTypeBytes(dtype));
+    FromFloat(dtype, &nan, 1, header.answer->out + (lanes * shape.value_dim - 1) * DTypeBytes(dtype));
     if (dtype != DType::kFp32) header.lse[lanes - 1] = nan;
   }
   for (uint32_t unit = 0; faults.miscounted && unit < header.units; ++unit) {
@@ -81,6 +81,10 @@ uint64_t FakeControl::steps() const {
 uint64_t FakeControl::steps_behind_gates() const {
   MutexLock lock(mutex_);
   return steps_behind_gates_;
+}
+uint64_t FakeControl::turns() const {
+  MutexLock lock(mutex_);
+  return turns_;
 }
 std::vector<bool> FakeControl::runs_behind_gates() const {
   MutexLock lock(mutex_);
@@ -240,20 +244,28 @@ class FakeStream : public Stream {
     if (run.result_bytes == 0) return absl::OkStatus();
     return CopyToHost(run.results, run.device_results, run.result_bytes);
   }
-  absl::StatusOr<bool> RunStepBehind(const StepRun& run, const uint32_t* gate) override {
+  absl::StatusOr<bool> RunStepBehind(const StepRun& run, StepGate* gate) override {
     {
       MutexLock lock(control_->mutex_);
       EXPECT_TRUE(Inside(control_->pinned_, gate, sizeof(*gate)));
-      EXPECT_EQ(*gate, 0u);
+      EXPECT_EQ(gate->open | gate->taken | gate->allowed, 0u);
       EXPECT_TRUE(work_.empty());
       EXPECT_FALSE(run.timed);
       if (control_->faults_.no_gates) return false;
+      if (gate->ring != nullptr) {
+        ExpectMapped(run, *gate);
+        // All but the tokens may be read from now on.
+        early_input_.assign(run.input, run.input + run.input_bytes);
+      }
       // Whoever waits for a step that nobody lets begin would wait for ever.
-      work_.push_back([gate] { ASSERT_NE(std::atomic_ref(*const_cast<uint32_t*>(gate)), 0u); });
+      work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+        if (gate->ring != nullptr && Load(gate->ring) == gate->epoch) Take(run, gate);
+        ASSERT_TRUE(gate->taken != 0 || Load(&gate->open) != 0);
+      });
     }
-    behind_gate_ = true;
+    gate_ = gate;
     absl::Status status = RunStep(run);
-    behind_gate_ = false;
+    gate_ = nullptr;
     MutexLock lock(control_->mutex_);
     if (absl::IsResourceExhausted(status)) {
       work_.clear();
@@ -262,6 +274,14 @@ class FakeStream : public Stream {
     ATTND_RETURN_IF_ERROR(status);
     ++control_->steps_behind_gates_;
     return true;
+  }
+  // Takes a client's tokens before the rest of the step is done.
+  bool AwaitTaken(StepGate* gate) override {
+    MutexLock lock(control_->mutex_);
+    if (control_->faults_.takes_late || Load(gate->ring) != gate->epoch) return false;
+    work_.front()();
+    work_.erase(work_.begin());
+    return gate->taken != 0;
   }
   bool ran_from_graph() const override { return false; }
 
@@ -310,7 +330,7 @@ class FakeStream : public Stream {
   // The stream counts as busy until it is waited for.
   absl::Status AwaitAnswer(uint32_t* answered) override {
     absl::Status status = Synchronize();
-    EXPECT_TRUE(!status.ok() || *answered == 1);
+    EXPECT_TRUE(!status.ok() || *answered == kAnswered || *answered == kAnsweredAndTold);
     busy_ = true;
     return status;
   }
@@ -331,6 +351,50 @@ class FakeStream : public Stream {
   }
 
  private:
+  static uint32_t Load(const uint32_t* word) {
+    return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire);
+  }
+  // The client's memory, as far as a step that takes its turn touches it.
+  void ExpectMapped(const StepRun& run, const StepGate& gate)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_->mutex_) {
+    const auto mapped = [&](const void* address, uint64_t bytes) {
+      return Inside(control_->mapped_, address, bytes);
+    };
+    EXPECT_TRUE(mapped(gate.ring, sizeof(*gate.ring)));
+    for (uint32_t i = 0; i < gate.moves_count; ++i) {
+      EXPECT_TRUE(mapped(gate.tokens + uint64_t{gate.moves[i].from} * kMoveBytes, kMoveBytes));
+      EXPECT_LE((uint64_t{gate.moves[i].to} + 1) * kMoveBytes, run.input_bytes);
+    }
+    EXPECT_EQ(gate.answer.taken, 1u);
+    EXPECT_EQ(gate.answer.allowed, 0u);
+    const StepHeader& header = run.header;
+    const uint64_t lanes = uint64_t{header.query_tokens} * header.kv_heads * header.group;
+    const uint64_t out_bytes =
+        lanes * header.value_dim * DTypeBytes(static_cast<DType>(header.out_dtype));
+    EXPECT_TRUE(mapped(gate.answer.out, out_bytes) ||
+                Inside(control_->pinned_, gate.answer.out, out_bytes));
+    EXPECT_TRUE(gate.answer.lse == nullptr || mapped(gate.answer.lse, lanes * sizeof(float)));
+    EXPECT_TRUE(gate.answer.turn == nullptr || mapped(gate.answer.turn, sizeof(uint64_t)));
+  }
+  void Take(const StepRun& run, StepGate* gate) {
+    std::copy(early_input_.begin(), early_input_.end(), run.input);
+    for (uint32_t i = 0; i < gate->moves_count; ++i) {
+      std::memcpy(run.input + uint64_t{gate->moves[i].to} * kMoveBytes,
+                  gate->tokens + uint64_t{gate->moves[i].from} * kMoveBytes, kMoveBytes);
+    }
+    gate->taken = 1;
+  }
+  // The second lse, and what AnswerSignal::answered becomes.
+  static uint32_t TellClient(const StepHeader& header) {
+    const AnswerPlaces& places = *header.answer;
+    const uint64_t lanes = uint64_t{header.query_tokens} * header.kv_heads * header.group;
+    if (places.lse != nullptr) std::copy_n(header.lse, lanes, places.lse);
+    const bool flawless = std::all_of(header.lse, header.lse + lanes,
+                                      [](float lse) { return std::isfinite(lse); });
+    if (places.turn == nullptr || places.allowed == 0 || !flawless) return kAnswered;
+    std::atomic_ref(*places.turn).store(places.epoch, std::memory_order_release);
+    return kAnsweredAndTold;
+  }
   absl::Status LaunchStep(const StepRun& run) {
     EXPECT_FALSE(busy_) << "the buffers may still be in use";
     MutexLock lock(control_->mutex_);
@@ -345,9 +409,14 @@ class FakeStream : public Stream {
     timed_ = run.timed;
     if (run.header.cache.set_count > 0) control_->TakeCache(run.header.cache, this);
     control_->kinds_.insert(KindOfStep(run));
-    const bool behind_gate = behind_gate_;
-    work_.push_back([this, run, behind_gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-      control_->runs_behind_gates_.push_back(behind_gate);
+    const StepGate* const gate = gate_;
+    work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      control_->runs_behind_gates_.push_back(gate != nullptr);
+      if (gate != nullptr && gate->taken != 0) {
+        *run.header.answer = gate->answer;
+        run.header.answer->allowed = Load(&gate->allowed);
+        control_->turns_ += 1;
+      }
       const StepHeader& header = run.header;
       EXPECT_EQ(std::memcmp(&header, run.device_input, sizeof(header)), 0);
       EXPECT_EQ(
@@ -385,7 +454,7 @@ class FakeStream : public Stream {
       EXPECT_EQ(*header.signal.answered, 0u);
       EXPECT_EQ(*header.signal.blocks, 0u) << "of this step";
       *header.signal.blocks = header.answer_blocks;
-      if (!control_->broken_) *header.signal.answered = 1;
+      if (!control_->broken_) *header.signal.answered = TellClient(header);
       ++control_->steps_;
     });
     return absl::OkStatus();
@@ -394,7 +463,8 @@ class FakeStream : public Stream {
   const std::shared_ptr<FakeControl> control_;
   std::vector<std::function<void()>> work_;  // runs under the control's mutex
   bool timed_ = false;
-  bool behind_gate_ = false;  // what is being launched
+  StepGate* gate_ = nullptr;  // of what is being launched
+  std::vector<std::byte> early_input_;  // of the step behind a gate with a ring
   bool busy_ = false;
 };
 

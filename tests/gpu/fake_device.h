@@ -36,6 +36,7 @@ struct Faults {
   uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
   uint64_t launches = 1;               // and so many after it
   bool no_gates = false;               // no step can be launched behind a gate
+  bool takes_late = false;             // a client's tokens are not taken before a step is awaited
   bool bad_index = false;              // BuildIndexes leaves an order that is none
   uint64_t mapping = kNever;        // the n-th MapHostMemory from now on is refused, and all after
   uint64_t mapping_fault = kNever;  // the n-th from now on fails, and every call after it
@@ -55,6 +56,7 @@ class FakeControl {
   uint64_t allocations() const;         // live ones
   uint64_t steps() const;               // that were run
   uint64_t steps_behind_gates() const;  // that were launched
+  uint64_t turns() const;               // of them, that took a client's tokens
   // Of each step that was run, in order: whether it was behind a gate.
   std::vector<bool> runs_behind_gates() const;
   uint64_t uploads() const;       // bytes that came by UploadRefs
@@ -117,6 +119,7 @@ class FakeControl {
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t turns_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<bool> runs_behind_gates_ ABSL_GUARDED_BY(mutex_);
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -400,7 +400,12 @@ class Checker {
     part("tree_partials", h_.tree_partials, tree_items_ * kLanes * kStateHead * sizeof(float));
     part("missing", h_.missing, h_.missing_max * sizeof(uint64_t));
     part("missing_count", h_.missing_count, wants_files_ ? sizeof(uint32_t) : 0);
-    output("out", h_.out, lanes * shape_.value_dim * DTypeBytes(static_cast<DType>(h_.out_dtype)));
+    Held("answer", h_.answer, sizeof(AnswerPlaces));
+    if (h_.answer->taken == 0) {  // else it is a client's memory
+      output("out", h_.answer->out,
+             lanes * shape_.value_dim * DTypeBytes(static_cast<DType>(h_.out_dtype)));
+      if (h_.answer->turn != nullptr || h_.answer->lse != nullptr) Fail("a client is told");
+    }
     output("lse", h_.lse, lanes * sizeof(float));
     output("lane_results", h_.lane_results, lanes * sizeof(LaneResult));
     output("last_results", h_.last_results, units_ * sizeof(UnitResult));

@@ -200,7 +200,7 @@ void Unit::Write(uint32_t head, const Softmax& state) const {
   const auto dtype = static_cast<DType>(header.out_dtype);
   const std::vector<float> floats(out.begin(), out.end());
   FromFloat(dtype, floats.data(), floats.size(),
-            header.out + Slot(head) * shape.value_dim * DTypeBytes(dtype));
+            header.answer->out + Slot(head) * shape.value_dim * DTypeBytes(dtype));
   const bool numbers =
       std::all_of(floats.begin(), floats.end(), [](float x) { return std::isfinite(x); });
   header.lse[Slot(head)] = numbers ? static_cast<float>(state.lse()) : std::nanf("");

@@ -209,14 +209,11 @@ class FakeEngine final : public engine::Engine {
     }
     void WarmNextLayer() override {}
     void ExpectFirstLayer(const engine::DecodeArgs&) override {}
-    bool PrepareNextLayer() override {
+    bool PrepareNextLayer(const engine::ClientLayer* client) override {
       ++engine_->prepared_;
+      if (client != nullptr) ++engine_->turns_;
+      client_ = client != nullptr ? *client : engine::ClientLayer();
       return true;
-    }
-    void BeginNextLayer(const engine::DecodeArgs& args) override {
-      float first = 0;
-      ToFloat(args.q.dtype, args.q.data, 1, &first);
-      engine_->begun_with_ = first;
     }
     void ForgetNextLayer() override { ++engine_->forgotten_; }
 

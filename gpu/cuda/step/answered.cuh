@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a step's last kernels tell the host that it has its answers (AnswerSignal).
+// How a step's last kernels tell the host, and perhaps a client, that there are answers
+// (AnswerSignal, AnswerPlaces).
 #ifndef ATTND_GPU_CUDA_STEP_ANSWERED_CUH_
 #define ATTND_GPU_CUDA_STEP_ANSWERED_CUH_
 
@@ -12,15 +13,21 @@
 namespace attnd::gpu {
 
 // The thread block has written its part of the outputs, all of its threads. Each thread block of
-// AnswerBlocks calls it once.
-__device__ __forceinline__ void NoteAnswered(const StepHeader& step) {
+// AnswerBlocks calls it once. flawless, of thread 0: every lse that it has written is a number.
+__device__ __forceinline__ void NoteAnswered(const StepHeader& step, bool flawless) {
   if (step.signal.answered == nullptr) return;
   FenceForHost();
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (atomicAdd(step.signal.blocks, 1u) + 1 != step.answer_blocks) return;
+  if (!flawless) atomicOr(step.signal.blocks, kFlawed);
+  const uint32_t before = atomicAdd(step.signal.blocks, 1u);
+  if ((before & ~kFlawed) + 1 != step.answer_blocks) return;
   FenceForHost();
-  SetHostWord(step.signal.answered);
+  const AnswerPlaces& places = *step.answer;
+  const bool tells = places.turn != nullptr && before < kFlawed &&
+                     atomicAdd(&step.answer->allowed, 0u) != 0;
+  if (tells) SetHostWords(places.turn, places.epoch, 0);
+  SetHostWord(step.signal.answered, tells ? kAnsweredAndTold : kAnswered);
 }
 
 }  // namespace attnd::gpu

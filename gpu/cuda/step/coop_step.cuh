@@ -83,14 +83,15 @@ class CoopStep {
     ThreadBlockCluster::Arrive();  // ShareTotals waits, before its first word to others
   }
 
-  __device__ __forceinline__ void Run() {
+  // As WriteAnswer, of all lanes that this thread block has answered.
+  __device__ __forceinline__ bool Run() {
     Prepare();
     Score();
     Select();
     Estimate();
     Attend();
     ThreadBlockCluster::Sync();
-    Answer();
+    return Answer();
   }
 
  private:
@@ -252,16 +253,19 @@ class CoopStep {
   }
 
   // The thread blocks take turns at lanes.
-  __device__ __forceinline__ void Answer() {
+  __device__ __forceinline__ bool Answer() {
+    const AnswerTo to(step_);
+    bool flawless = true;
     auto* memory = reinterpret_cast<CoopMergeMemory<kValueDim>*>(block_memory);
     for (uint32_t lane = ThreadBlockCluster::rank(); lane < step_.group;
          lane += ThreadBlockCluster::blocks()) {
       const LaneScale scale = {memory_.unit.max[0][lane], memory_.unit.sum[0][lane], 0, 0};
       const MergedLane merged =
           MergeCoop<kValueDim>(TileStates(step_, unit_, 0, StateFloats(kValueDim)), lane, memory);
-      WriteAnswer<kValueDim, kCoopWarps>(step_, LanePlace(step_, unit_, 0, lane), merged, &scale,
-                                         memory->norms);
+      flawless &= WriteAnswer<kValueDim, kCoopWarps>(step_, to, LanePlace(step_, unit_, 0, lane),
+                                                     merged, &scale, memory->norms);
     }
+    return flawless;
   }
 
   const StepHeader& step_;
@@ -282,8 +286,7 @@ __global__ void __launch_bounds__(kCoopThreads, (kCoopResident<kKeyDim, kValueDi
 #if __CUDA_ARCH__ >= 900
   const CoopUnit number = step.coop_units[first + blockIdx.x / ThreadBlockCluster::blocks()];
   const UnitPlace unit(step, step.row_refs + number.row, number.unit);
-  CoopStep<T, kKeyDim, kValueDim>(step, unit).Run();
-  NoteAnswered(step);
+  NoteAnswered(step, CoopStep<T, kKeyDim, kValueDim>(step, unit).Run());
 #else
   __trap();  // CountGroups has said that there are none
 #endif

@@ -257,39 +257,57 @@ __device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const Lan
   return result;
 }
 
+// Where out goes, and a second lse (AnswerPlaces). Looked up when a kernel begins: nobody waits for
+// it then.
+struct AnswerTo {
+  std::byte* out;
+  float* lse;
+
+  __device__ explicit AnswerTo(const StepHeader& step)
+      : out(step.answer->out), lse(step.answer->lse) {}
+};
+
 // Writes number `at` of out, rounded to nearest, ties to even.
-__device__ __forceinline__ void StoreOut(const StepHeader& step, uint64_t at, float value) {
-  switch (step.out_dtype) {
+__device__ __forceinline__ void StoreOut(uint32_t dtype, std::byte* out, uint64_t at, float value) {
+  switch (dtype) {
     case static_cast<uint32_t>(DType::kBf16):
-      reinterpret_cast<__nv_bfloat16*>(step.out)[at] = Element<__nv_bfloat16>::Pack(value, value).x;
+      reinterpret_cast<__nv_bfloat16*>(out)[at] = Element<__nv_bfloat16>::Pack(value, value).x;
       return;
     case static_cast<uint32_t>(DType::kFp16):
-      reinterpret_cast<__half*>(step.out)[at] = Element<__half>::Pack(value, value).x;
+      reinterpret_cast<__half*>(out)[at] = Element<__half>::Pack(value, value).x;
       return;
     default:
-      reinterpret_cast<float*>(step.out)[at] = value;
+      reinterpret_cast<float*>(out)[at] = value;
   }
 }
 
 // Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
+// Whether lse is a number, by thread 0; others get true.
 template <int kValueDim, uint32_t kWarps>
-__device__ __forceinline__ void WriteAnswer(const StepHeader& step, const LanePlace& place,
-                                            const MergedLane& lane, const LaneScale* scale,
-                                            float2 (&norms)[kWarps]) {
+__device__ __forceinline__ bool WriteAnswer(const StepHeader& step, const AnswerTo& to,
+                                            const LanePlace& place, const MergedLane& lane,
+                                            const LaneScale* scale, float2 (&norms)[kWarps]) {
   static_assert(kValueDim <= kWarps * 32);
   const float sum = lane.sums[kZones] + lane.sums[kOthers];
   const float value = sum > 0 ? (lane.zone_value + lane.other_value) / sum : 0.0f;
-  if (threadIdx.x < kValueDim) StoreOut(step, place.slot * kValueDim + threadIdx.x, value);
+  if (threadIdx.x < kValueDim) {
+    StoreOut(step.out_dtype, to.out, place.slot * kValueDim + threadIdx.x, value);
+  }
   const float zone_mean = lane.sums[kZones] > 0 ? lane.zone_value / lane.sums[kZones] : 0.0f;
   const float2 norms2 = SquaredNorms(value, zone_mean, norms);
+  bool flawless = true;
   if (threadIdx.x == 0) {
     // Values are so bounded that squares of their means are numbers if these are.
-    const float lse = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
-    step.lse[place.slot] = norms2.x <= FLT_MAX ? lse : NAN;
+    const float of_sum = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
+    const float lse = norms2.x <= FLT_MAX ? of_sum : NAN;
+    flawless = fabsf(lse) <= FLT_MAX;
+    step.lse[place.slot] = lse;
+    if (to.lse != nullptr) to.lse[place.slot] = lse;
     step.lane_results[place.slot] =
         scale != nullptr && sum > 0 ? ResultOf(lane, *scale, norms2) : LaneResult{1, 1, 0, 0};
   }
   __syncthreads();
+  return flawless;
 }
 
 // The squared length of the slopes' correction, which all slices' estimates make together.
@@ -308,10 +326,11 @@ __device__ __forceinline__ float Correction2(const LaneStates& states,
   return norms2.x;
 }
 
-// One thread block answers one query of one head.
+// One thread block answers one query of one head. As WriteAnswer.
 template <int kValueDim>
-__device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePlace& place,
-                                           const LaneStates& states, const LaneScale* scale,
+__device__ __forceinline__ bool AnswerLane(const StepHeader& step, const AnswerTo& to,
+                                           const LanePlace& place, const LaneStates& states,
+                                           const LaneScale* scale,
                                            MergeLaneMemory<kValueDim>* memory) {
   const LaneMerger<kValueDim> merger(states, memory);
   MergedLane lane;
@@ -319,7 +338,7 @@ __device__ __forceinline__ void AnswerLane(const StepHeader& step, const LanePla
   merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
   lane.tree = states.corrections != nullptr;
   lane.correction2 = Correction2<kValueDim>(states, memory);
-  WriteAnswer<kValueDim, kMergeWarps>(step, place, lane, scale, memory->norms);
+  return WriteAnswer<kValueDim, kMergeWarps>(step, to, place, lane, scale, memory->norms);
 }
 
 // ---- kernels ----
@@ -332,12 +351,14 @@ __device__ __forceinline__ void StoreLastResult(const StepHeader& step, uint32_t
       reinterpret_cast<const uint4*>(step.unit_results + unit)[threadIdx.x];
 }
 
-// A query head's query tokens, by one thread block.
+// A query head's query tokens, by one thread block. As WriteAnswer, of all of them.
 template <int kValueDim>
-__device__ __forceinline__ void AnswerHead(const StepHeader& step, uint32_t unit_number,
+__device__ __forceinline__ bool AnswerHead(const StepHeader& step, uint32_t unit_number,
                                            uint32_t head, MergeLaneMemory<kValueDim>* memory) {
+  const AnswerTo to(step);
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (row->coop_blocks != 0) return;
+  bool flawless = true;
+  if (row->coop_blocks != 0) return flawless;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
   const bool clusters = ReadsClusters(*row);
   const uint32_t pairs = unit.tokens * step.group;
@@ -359,10 +380,11 @@ __device__ __forceinline__ void AnswerHead(const StepHeader& step, uint32_t unit
       states.end += step.unit_results[unit.unit].chosen_pieces;
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];
     }
-    AnswerLane<kValueDim>(step, LanePlace(step, unit, tile, lane), states,
-                          clusters ? &scale : nullptr, memory);
+    flawless &= AnswerLane<kValueDim>(step, to, LanePlace(step, unit, tile, lane), states,
+                                      clusters ? &scale : nullptr, memory);
   }
   if (clusters && head == 0) StoreLastResult(step, unit_number);
+  return flawless;
 }
 
 // Thread block (unit, query head).
@@ -370,8 +392,9 @@ template <int kValueDim>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeKernel(const __grid_constant__ StepHeader step) {
   __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
-  AnswerHead<kValueDim>(step, blockIdx.x / step.group, blockIdx.x % step.group, &memory);
-  NoteAnswered(step);
+  const bool flawless =
+      AnswerHead<kValueDim>(step, blockIdx.x / step.group, blockIdx.x % step.group, &memory);
+  NoteAnswered(step, flawless);
 }
 
 }  // namespace attnd::gpu

@@ -123,6 +123,10 @@ template <typename T, typename By>
 T atomicAdd(T* at, By by) {
   return ChangeAtomically(at, [by](T was) { return static_cast<T>(was + static_cast<T>(by)); });
 }
+template <typename T, typename By>
+T atomicOr(T* at, By by) {
+  return ChangeAtomically(at, [by](T was) { return static_cast<T>(was | static_cast<T>(by)); });
+}
 template <typename T>
 T atomicCAS(T* at, std::type_identity_t<T> from, std::type_identity_t<T> to) {
   return ChangeAtomically(at, [=](T was) { return was == from ? to : was; });

@@ -7,25 +7,40 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 
 namespace attnd::gpu {
 
-__attribute__((no_sanitize("thread"))) inline void AwaitHostWord(const uint32_t* word) {
-  const volatile uint32_t* const look = word;
-  while (*look == 0) std::this_thread::yield();
+__attribute__((no_sanitize("thread"))) inline uint32_t PeekHostWord(const uint32_t* word) {
+  return *const_cast<const volatile uint32_t*>(word);
+}
+__attribute__((no_sanitize("thread"))) inline uint32_t LoadHostWord(const uint32_t* word) {
+  const uint32_t value = PeekHostWord(word);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return value;
 }
 
-// Threads are fibers of one of the system's, which SetHostWord orders.
+// Long beside a device's pause: the host is a thread that this one may keep from its core.
+inline void PauseForHost() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+
+// Threads of a kernel are fibers of one of the system's, which SetHostWord orders.
 inline void FenceForHost() {}
 
-__attribute__((no_sanitize("thread"))) inline void SetHostWord(uint32_t* word) {
-  __asm__ volatile("" ::: "memory");  // behind what the host will look at
-  *const_cast<volatile uint32_t*>(word) = 1;
+__attribute__((no_sanitize("thread"))) inline void SetHostWord(uint32_t* word, uint32_t value) {
+  std::atomic_thread_fence(std::memory_order_release);
+  *const_cast<volatile uint32_t*>(word) = value;
+}
+__attribute__((no_sanitize("thread"))) inline void SetHostWords(uint64_t* pair, uint32_t first,
+                                                                uint32_t second) {
+  std::atomic_thread_fence(std::memory_order_release);
+  *const_cast<volatile uint64_t*>(pair) = uint64_t{second} << 32 | first;
 }
 
 __attribute__((no_sanitize("thread"))) inline uint4 LoadHost(const uint4* from) { return *from; }
+__attribute__((no_sanitize("thread"))) inline uint2 LoadHost(const uint2* from) { return *from; }
 
 }  // namespace attnd::gpu
 

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/cuda/step_gate.h"
+
+#include "gpu/cuda/host_memory.cuh"
+#include "gpu/cuda/launch.h"
+
+namespace attnd::gpu::cuda {
+namespace {
+
+constexpr uint32_t kGateThreads = 1024;
+constexpr uint32_t kTakenThreads = 256;
+// Quads that a thread asks for before it has the first: the way to the host is long.
+constexpr uint32_t kAtOnce = 4;
+constexpr uint32_t kTokensAtOnce = 8;
+constexpr uint32_t kMoveQuads = kMoveBytes / sizeof(uint4);
+static_assert(kMovesMax * kMoveQuads <= kGateThreads * kTokensAtOnce);
+// Looks at what the host allows, of half a microsecond and the way there each. A host that takes
+// longer tells the client itself.
+constexpr uint32_t kLooksMax = 64;
+
+// Copies quads by the whole thread block, kBatch of a thread at a time: all loads before the stores.
+template <uint32_t kThreads, uint32_t kBatch, typename Load, typename Store>
+__device__ __forceinline__ void CopyQuads(uint32_t count, Load load, Store store) {
+  for (uint32_t first = threadIdx.x; first < count; first += kThreads * kBatch) {
+    uint4 quads[kBatch];
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t at = first + i * kThreads;
+      if (at < count) quads[i] = load(at);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t at = first + i * kThreads;
+      if (at < count) store(at, quads[i]);
+    }
+  }
+}
+
+__device__ __forceinline__ void CopyInput(uint4* to, const uint4* from, uint32_t count) {
+  CopyQuads<kGateThreads, kAtOnce>(
+      count, [&](uint32_t i) { return LoadHost(from + i); },
+      [&](uint32_t i, const uint4& quad) { to[i] = quad; });
+}
+
+// By one thread. Whether the client has opened the gate.
+__device__ __forceinline__ bool AwaitGate(const StepGate* gate, const uint32_t* ring,
+                                          uint32_t epoch) {
+  while (true) {
+    // Both are on their way at once.
+    const uint32_t open = PeekHostWord(&gate->open);
+    if (ring != nullptr && LoadHostWord(ring) == epoch) return true;
+    if (open != 0) break;
+    PauseForHost();
+  }
+  LoadHostWord(&gate->open);  // and with it the input
+  return false;
+}
+
+__global__ void __launch_bounds__(kGateThreads)
+    GateKernel(const StepGate* gate, uint4* to, const uint4* from, uint32_t count,
+               AnswerPlaces* answer) {
+  __shared__ TokenMove moves[kMovesMax];
+  __shared__ uint32_t taken;
+  const uint32_t* const ring = gate->ring;
+  const uint32_t tokens = ring != nullptr ? gate->moves_count * kMoveQuads : 0;
+  const auto* const client = reinterpret_cast<const uint4*>(gate->tokens);
+  const AnswerPlaces places = gate->answer;
+  if (ring != nullptr) {  // all that can be done before
+    for (uint32_t i = threadIdx.x; i < gate->moves_count; i += kGateThreads) {
+      const uint2 move = LoadHost(reinterpret_cast<const uint2*>(gate->moves) + i);
+      moves[i] = {move.x, move.y};
+    }
+    CopyInput(to, from, count);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) taken = AwaitGate(gate, ring, gate->epoch) ? 1 : 0;
+  __syncthreads();
+  if (taken == 0) {
+    CopyInput(to, from, count);
+    return;
+  }
+  const auto quad_at = [](uint32_t move, uint32_t i) { return move * kMoveQuads + i % kMoveQuads; };
+  CopyQuads<kGateThreads, kTokensAtOnce>(
+      tokens,
+      [&](uint32_t i) { return LoadHost(client + quad_at(moves[i / kMoveQuads].from, i)); },
+      [&](uint32_t i, const uint4& quad) { to[quad_at(moves[i / kMoveQuads].to, i)] = quad; });
+  if (threadIdx.x == 0) *answer = places;
+}
+
+__global__ void __launch_bounds__(kTakenThreads)
+    TakenKernel(StepGate* gate, uint4* host, const uint4* device, AnswerPlaces* answer) {
+  if (answer->taken == 0) return;
+  const auto* const moves = reinterpret_cast<const uint2*>(gate->moves);
+  const auto to = [&](uint32_t i) {
+    return LoadHost(moves + i / kMoveQuads).y * kMoveQuads + i % kMoveQuads;
+  };
+  for (uint32_t i = threadIdx.x; i < gate->moves_count * kMoveQuads; i += kTakenThreads) {
+    const uint32_t at = to(i);
+    host[at] = device[at];
+  }
+  FenceForHost();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  SetHostWord(&gate->taken, 1);
+  if (answer->turn == nullptr) return;
+  for (uint32_t look = 0; look < kLooksMax; ++look) {
+    if (LoadHostWord(&gate->allowed) != 0) {
+      atomicAdd(&answer->allowed, 1u);
+      return;
+    }
+    PauseForHost();
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, cudaStream_t stream) {
+  if (input.bytes > kGatedInputBytesMax) return cudaErrorInvalidValue;
+  const auto count = static_cast<uint32_t>((input.bytes + sizeof(uint4) - 1) / sizeof(uint4));
+  return Launch(GateKernel, 1, kGateThreads, 0, stream, gate,
+                reinterpret_cast<uint4*>(input.device), reinterpret_cast<const uint4*>(input.host),
+                count, input.answer);
+}
+
+cudaError_t LaunchTaken(StepGate* gate, const GatedInput& input, cudaStream_t stream) {
+  return Launch(TakenKernel, 1, kTakenThreads, 0, stream, gate,
+                reinterpret_cast<uint4*>(input.host), reinterpret_cast<const uint4*>(input.device),
+                input.answer);
+}
+
+}  // namespace attnd::gpu::cuda

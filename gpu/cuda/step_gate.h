@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Kernels of a step that waits for its queries: what is enqueued behind them begins when the host,
+// or a client, says so, without a call into CUDA (Stream::RunStepBehind).
+#ifndef ATTND_GPU_CUDA_STEP_GATE_H_
+#define ATTND_GPU_CUDA_STEP_GATE_H_
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gpu/layout/step_gate.h"
+
+namespace attnd::gpu::cuda {
+
+// One thread block copies: of more than this a copy engine is faster.
+inline constexpr size_t kGatedInputBytesMax = size_t{512} << 10;
+
+// A step's input, in pinned memory and on the device, and where AnswerPlaces lie there. At most
+// kGatedInputBytesMax, of which up to 15 bytes more are copied.
+struct GatedInput {
+  std::byte* host;
+  std::byte* device;
+  size_t bytes;
+  AnswerPlaces* answer;  // on the device
+};
+
+// Enqueues the copy of the input to the device, once the gate is open. One kernel: copies by copy
+// engines would begin some microseconds after a kernel's end, and kernels after theirs.
+cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, cudaStream_t stream);
+
+// Behind it, beside the step: if a client has opened the gate, copies its tokens to the host's
+// input, tells of it, and passes on what the host allows.
+cudaError_t LaunchTaken(StepGate* gate, const GatedInput& input, cudaStream_t stream);
+
+}  // namespace attnd::gpu::cuda
+
+#endif  // ATTND_GPU_CUDA_STEP_GATE_H_
