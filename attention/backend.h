@@ -126,7 +126,8 @@ struct ClientTurn {
   std::byte* out = nullptr;  // the place that rows' final_out will name
   float* lse = nullptr;      // beside the rows' own
   // A pair of words that become {epoch, 0} behind out and lse: so the client learns of its answer.
-  // Null: the caller tells. Not without the two above, but for an lse that the client does not want.
+  // Null: the caller tells. Not without the two above, but for an lse that the client does not
+  // want.
   uint64_t* answer = nullptr;
 };
 
@@ -138,8 +139,8 @@ class PreparedStep {
   // Whether it takes its tokens from the client's memory once the client rings; a constant.
   virtual bool takes_turn() const = 0;
   // Of such a step, whose client has rung: whether it has begun with just these bytes, for which it
-  // may wait a moment. If so Step is asked for the answer as ever, with these queries, once they are
-  // checked and appended; else it is given up.
+  // may wait a moment. If so Step is asked for the answer as ever, with these queries, once they
+  // are checked and appended; else it is given up.
   virtual bool HasBegunWith(std::span<const RowTokens> rows) = 0;
   // Behind Step, if that has answered this step: whether ClientTurn::answer has been written.
   virtual bool has_told() const = 0;

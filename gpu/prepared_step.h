@@ -45,7 +45,7 @@ class PreparedDeviceStep final : public attention::PreparedStep {
 
   bool takes_turn_ = false;
   bool has_told_ = false;
-  const std::byte* client_out_ = nullptr;  // of the turn
+  const std::byte* client_out_ = nullptr;                   // of the turn
   std::vector<attention::StepRow> rows_;                    // their queries: from HasBegunWith on
   attention::StepRequest request_;                          // of rows_
   std::optional<LeasePool<StreamContext>::Lease> context_;  // none once it was given up

@@ -285,8 +285,7 @@ class WholeStep {
               nullptr);
     }
     if (!kernels_alone) {
-      CHECK_CUDA(
-          cudaMemcpyAsync(output_, out_, OutputBytes(), cudaMemcpyDeviceToHost, stream));
+      CHECK_CUDA(cudaMemcpyAsync(output_, out_, OutputBytes(), cudaMemcpyDeviceToHost, stream));
     }
   }
 

@@ -61,8 +61,7 @@ absl::StatusOr<bool> CudaStream::RunStepBehind(const StepRun& run, StepGate* gat
   timed_ = false;
   fetches_ = Fetches(run.header);
   ATTND_ASSIGN_OR_RETURN(
-      ran_from_graph_,
-      graphs_.RunBehind(run, main_, [&] { return EnqueueBehindGate(run, gate); }));
+      ran_from_graph_, graphs_.RunBehind(run, main_, [&] { return EnqueueBehindGate(run, gate); }));
   return ran_from_graph_;
 }
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gpu/cuda/step_gate.h"
-
 #include "gpu/cuda/host_memory.cuh"
 #include "gpu/cuda/launch.h"
+#include "gpu/cuda/step_gate.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -18,7 +17,8 @@ static_assert(kMovesMax * kMoveQuads <= kGateThreads * kTokensAtOnce);
 // longer tells the client itself.
 constexpr uint32_t kLooksMax = 64;
 
-// Copies quads by the whole thread block, kBatch of a thread at a time: all loads before the stores.
+// Copies quads by the whole thread block, kBatch of a thread at a time: all loads before the
+// stores.
 template <uint32_t kThreads, uint32_t kBatch, typename Load, typename Store>
 __device__ __forceinline__ void CopyQuads(uint32_t count, Load load, Store store) {
   for (uint32_t first = threadIdx.x; first < count; first += kThreads * kBatch) {
@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kGateThreads)
   }
   const auto quad_at = [](uint32_t move, uint32_t i) { return move * kMoveQuads + i % kMoveQuads; };
   CopyQuads<kGateThreads, kTokensAtOnce>(
-      tokens,
-      [&](uint32_t i) { return LoadHost(client + quad_at(moves[i / kMoveQuads].from, i)); },
+      tokens, [&](uint32_t i) { return LoadHost(client + quad_at(moves[i / kMoveQuads].from, i)); },
       [&](uint32_t i, const uint4& quad) { to[quad_at(moves[i / kMoveQuads].to, i)] = quad; });
   if (threadIdx.x == 0) *answer = places;
 }

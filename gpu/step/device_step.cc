@@ -428,7 +428,7 @@ absl::Status DeviceStep::TakeResults(const std::optional<PageCache::Use>& cache)
   }
   uploader_.SetArrived();
   const uint64_t looked_up = totals_.pages().lookups;
-  totals_.AddWave(writer_, context_->results());
+  totals_.AddWave(writer_, context_->results(), out_is_clients_);
   if (cache.has_value()) cache->Finish(totals_.pages().lookups - looked_up);
   if (writer_.shape().reads_files) ++file_counts_.waves;
   if (!timed_) return absl::OkStatus();

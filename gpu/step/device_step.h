@@ -149,7 +149,8 @@ class DeviceStep {
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;
   bool takes_turn_ = false, has_told_ = false;
-  StepRun run_;                // of the wave that was launched so
+  bool out_is_clients_ = false;  // kernels write out to the client's memory, and not to the results
+  StepRun run_;                  // of the wave that was launched so
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case
   Lack lack_ = Lack::kPages;   // of the row that was pinned last, if it found no room
   bool tail_refused_ = false;  // of the row that was pinned last, for want of room

@@ -44,6 +44,7 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run_));
   if (waits) launched_ = Launched::kWaits;
   takes_turn_ = waits && has_ring;
+  out_is_clients_ = takes_turn_ && turn->out != nullptr;
   return true;
 }
 

@@ -53,9 +53,10 @@ StepTotals::StepTotals(const attention::StepRequest& request)
   }
 }
 
-void StepTotals::AddWave(const StepWriter& writer, const std::byte* results) {
+void StepTotals::AddWave(const StepWriter& writer, const std::byte* results, bool out_is_there) {
   for (const RowPart& part : writer.parts()) {
-    CopyAnswers(writer, part, results);
+    if (!out_is_there) CopyOut(writer, part, results);
+    CopyLse(writer, part, results);
     Row& totals = rows_[part.number];
     totals.query_tokens += part.tokens;
     AddZones(part, &totals);
@@ -73,23 +74,25 @@ void StepTotals::AddUnfinishedWave(const StepWriter& writer, const std::byte* re
   }
 }
 
-void StepTotals::CopyAnswers(const StepWriter& writer, const RowPart& part,
-                             const std::byte* results) const {
+void StepTotals::CopyOut(const StepWriter& writer, const RowPart& part,
+                         const std::byte* results) const {
   const StepRow& row = request_.rows[part.number];
+  const DType dtype = writer.shape().out_dtype;
+  auto* const out =
+      dtype == DType::kFp32 ? reinterpret_cast<std::byte*>(row.out) : row.final_out.to;
+  const uint64_t token_bytes =
+      uint64_t{writer.shape().query_heads()} * writer.shape().kernel.value_dim * DTypeBytes(dtype);
+  std::memcpy(out + part.first_token * token_bytes,
+              results + writer.results().out + part.ref.first_query_token * token_bytes,
+              part.tokens * token_bytes);
+}
+
+void StepTotals::CopyLse(const StepWriter& writer, const RowPart& part,
+                         const std::byte* results) const {
   const uint64_t heads = writer.shape().query_heads();
-  const uint64_t value_dim = writer.shape().kernel.value_dim;
-  const uint64_t from = part.ref.first_query_token * heads;
-  const uint64_t to = part.first_token * heads;
-  const uint64_t lanes = part.tokens * heads;
-  if (!writer.answers_client()) {
-    const DType dtype = writer.shape().out_dtype;
-    auto* const out =
-        dtype == DType::kFp32 ? reinterpret_cast<std::byte*>(row.out) : row.final_out.to;
-    const uint64_t lane_bytes = value_dim * DTypeBytes(dtype);
-    std::memcpy(out + to * lane_bytes, results + writer.results().out + from * lane_bytes,
-                lanes * lane_bytes);
-  }
-  std::memcpy(row.lse + to, At<float>(results, writer.results().lse) + from, lanes * sizeof(float));
+  std::memcpy(request_.rows[part.number].lse + part.first_token * heads,
+              At<float>(results, writer.results().lse) + part.ref.first_query_token * heads,
+              part.tokens * heads * sizeof(float));
 }
 
 // What is known without the device: zones, and the middle of units that look at no clusters.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // StepTotals: unpacks a device's results into the rows' outputs, statistics and plans. Outputs are
-// copied in one place, CopyAnswers, from the result buffer straight to the memory that the rows
-// name.
+// copied in one place, CopyOut and CopyLse, from the result buffer straight to the memory that the
+// rows name.
 #ifndef ATTND_GPU_STEP_STEP_TOTALS_H_
 #define ATTND_GPU_STEP_STEP_TOTALS_H_
 
@@ -21,8 +21,9 @@ class StepTotals {
  public:
   explicit StepTotals(const attention::StepRequest& request);
 
-  // Takes the results of the writer's wave. results: the result buffer.
-  void AddWave(const StepWriter& writer, const std::byte* results);
+  // Takes the results of the writer's wave. results: the result buffer. out_is_there: kernels have
+  // written out to the rows' own memory.
+  void AddWave(const StepWriter& writer, const std::byte* results, bool out_is_there);
   // Of a wave that is to run again: counts the bytes that this run has fetched. Its look-ups are
   // the last run's, which knows what earlier ones have brought.
   void AddUnfinishedWave(const StepWriter& writer, const std::byte* results);
@@ -46,8 +47,9 @@ class StepTotals {
     uint64_t query_tokens = 0;  // of the parts that were added
   };
 
-  // Outputs and log-sum-exps of the part.
-  void CopyAnswers(const StepWriter& writer, const RowPart& part, const std::byte* results) const;
+  // Of the part.
+  void CopyOut(const StepWriter& writer, const RowPart& part, const std::byte* results) const;
+  void CopyLse(const StepWriter& writer, const RowPart& part, const std::byte* results) const;
   static void AddZones(const RowPart& part, Row* totals);
   void AddUnits(const StepWriter& writer, const RowPart& part, const std::byte* results,
                 Row* totals);

@@ -77,7 +77,6 @@ void StepWriter::Begin(const WaveShape& shape, bool with_fates) {
   memories_.clear();
   measure_ = false;
   off_device_ = false;
-  answers_client_ = false;
   cache_ = {};
   carried_ = {};
 }
@@ -258,9 +257,8 @@ bool StepWriter::WriteTurn(const attention::ClientTurn& turn, StepGate* gate) {
   gate->epoch = turn.epoch;
   gate->tokens = tokens;
   gate->moves_count = count;
-  answers_client_ = turn.out != nullptr;
   gate->answer = own_answer_;
-  if (answers_client_) gate->answer.out = turn.out;
+  if (turn.out != nullptr) gate->answer.out = turn.out;
   gate->answer.lse = turn.lse;
   gate->answer.turn = turn.answer;
   gate->answer.epoch = turn.epoch;

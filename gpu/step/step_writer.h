@@ -91,10 +91,9 @@ class StepWriter {
   // a whole row. False, and the gate is the host's alone, if the wave uploads other tokens than the
   // rows append, if there are too many, or if they do not lie as StepGate has them.
   bool WriteTurn(const attention::ClientTurn& turn, StepGate* gate);
-  // Whether the input has these tokens, of each row by its number: as a message's tensors have them.
+  // Whether the input has these tokens, of each row by its number: as a message's tensors have
+  // them.
   bool HoldsTokensOf(std::span<const attention::RowTokens> rows, const std::byte* input) const;
-  // Whether kernels write out to a client's memory, and not to the results.
-  bool answers_client() const { return answers_client_; }
   // In place of WriteTokens: queries of zeros, and no upload. Such a step takes its time, and
   // writes to its stream's own memory alone.
   void WriteNoTokens(std::byte* input) const;
@@ -142,7 +141,6 @@ class StepWriter {
   std::vector<RowMemory> memories_;  // of the parts
   bool measure_ = false;
   bool off_device_ = false;
-  bool answers_client_ = false;
   PageCacheRef cache_{};
   CacheClock clock_{};
   CarriedPages carried_{};

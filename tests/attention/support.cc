@@ -12,6 +12,7 @@
 
 #include "attention/index/segment_builder.h"
 #include "common/dtype.h"
+#include "tests/attention/client_memory.h"
 
 namespace attnd::attention::test {
 namespace {
@@ -319,10 +320,10 @@ StepRow ExpectedRow(const TestRow& row) {
 }
 
 // Runs a step over the rows; request: all else of it. messages: which have their queries; empty:
-// none do.
+// none do. final_out: the rows' final places; null: they are made.
 StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRow> rows,
                    std::vector<absl::Status>* faults, bool with_plans,
-                   std::span<const RowMessage> messages = {}) {
+                   std::span<const RowMessage> messages = {}, std::byte* final_out = nullptr) {
   StepResult result;
   result.layer = request.layer;
   result.rows.resize(rows.size());
@@ -346,7 +347,8 @@ StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRo
     step_row.stats = &target.stats;
     if (row.final_dtype != DType::kFp32) {
       target.final_out.assign(target.out.size() * DTypeBytes(row.final_dtype), std::byte{0xcd});
-      step_row.final_out.to = target.final_out.data();
+      step_row.final_out.to = final_out != nullptr ? final_out : target.final_out.data();
+      if (final_out != nullptr) final_out += target.final_out.size();
       step_row.final_out.written = &target.out_is_final;
     }
     if (faults != nullptr) step_row.fault = &faults->at(r);
@@ -355,6 +357,11 @@ StepResult RunRows(Backend* backend, StepRequest request, std::span<const TestRo
   request.rows = step_rows;
   if (with_plans) request.plans = &result.plans;
   result.status = backend->Step(request);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (!result.rows[r].out_is_final) continue;
+    std::vector<std::byte>& out = result.rows[r].final_out;
+    std::copy_n(step_rows[r].final_out.to, out.size(), out.begin());
+  }
   return result;
 }
 
@@ -372,12 +379,12 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
 }
 
 std::unique_ptr<PreparedStep> PrepareStep(Backend* backend, uint32_t layer,
-                                          std::span<const TestRow> rows) {
+                                          std::span<const TestRow> rows, const ClientTurn* turn) {
   std::vector<StepRow> step_rows;
   for (const TestRow& row : rows) step_rows.push_back(ExpectedRow(row));
   StepRequest request = RequestOf(layer);
   request.rows = step_rows;
-  return backend->Prepare(request);
+  return backend->Prepare(request, turn);
 }
 
 StepResult RunPrepared(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
@@ -409,19 +416,20 @@ RowMessage RowMessage::Of(const TestRow& row, uint32_t layer) {
 }
 
 StepResult BeginAndRun(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
-                       PreparedStep* prepared, std::span<const RowMessage> messages) {
-  const auto tokens_of = [](std::span<const RowMessage> all) {
-    std::vector<RowTokens> tokens;
-    for (const RowMessage& message : all) tokens.push_back(message.tokens());
-    return tokens;
-  };
-  std::vector<RowMessage> lent(messages.begin(), messages.end());
-  const bool begun = prepared->Begin(tokens_of(lent));
-  lent.clear();  // it is not looked at again
-  EXPECT_TRUE(!begun || prepared->HasBegunWith(tokens_of(messages)));
+                       PreparedStep* prepared, std::span<const RowMessage> messages,
+                       ClientMemory* client) {
+  std::vector<RowTokens> tokens;
+  for (const RowMessage& message : messages) tokens.push_back(message.tokens());
+  client->Ring();
+  if (prepared->takes_turn()) {
+    EXPECT_TRUE(prepared->HasBegunWith(tokens));
+    for (const std::span<std::byte> tensor : client->tensors()) {  // it is not looked at again
+      std::fill(tensor.begin(), tensor.end(), std::byte{0x7f});
+    }
+  }
   StepRequest request = RequestOf(layer);
   request.prepared = prepared;
-  return RunRows(backend, request, rows, nullptr, /*with_plans=*/false, messages);
+  return RunRows(backend, request, rows, nullptr, /*with_plans=*/false, messages, client->out());
 }
 
 std::vector<oracle::Vector> Rows(std::span<const float> flat, size_t dim, size_t begin,

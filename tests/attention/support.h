@@ -162,7 +162,8 @@ StepResult RunStep(Backend* backend, uint32_t layer, std::span<const TestRow> ro
                    std::vector<absl::Status>* faults = nullptr);
 // Backend::Prepare for such a step, without plans; and the step, with what that gave.
 std::unique_ptr<PreparedStep> PrepareStep(Backend* backend, uint32_t layer,
-                                          std::span<const TestRow> rows);
+                                          std::span<const TestRow> rows,
+                                          const ClientTurn* turn = nullptr);
 StepResult RunPrepared(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
                        PreparedStep* prepared, const std::atomic<bool>* cancelled = nullptr);
 
@@ -173,9 +174,12 @@ struct RowMessage {
   static RowMessage Of(const TestRow& row, uint32_t layer);
   RowTokens tokens() const { return {queries.data(), keys.data(), values.data()}; }
 };
-// RunPrepared, of a step that has begun with these messages.
+class ClientMemory;
+// RunPrepared, behind the client's ring, with the caller's copy of what the client has written
+// there. Of rows with a final_dtype the answer is the client's place.
 StepResult BeginAndRun(Backend* backend, uint32_t layer, std::span<const TestRow> rows,
-                       PreparedStep* prepared, std::span<const RowMessage> messages);
+                       PreparedStep* prepared, std::span<const RowMessage> messages,
+                       ClientMemory* client);
 
 // The presets that can read segments with these indexes, but for those that need a keep-set.
 std::vector<Policy> PresetsFor(const IndexSet& indexes);

@@ -29,7 +29,8 @@ class RoundingBackend : public ForwardingBackend {
   int rows_without_place = 0;
   std::vector<DType> prepared, stepped;  // of the rows of the last such call
 
-  std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request) override {
+  std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request,
+                                                   const attention::ClientTurn*) override {
     prepared = DTypesOf(request);
     return std::make_unique<NothingReady>();
   }
@@ -60,8 +61,9 @@ class RoundingBackend : public ForwardingBackend {
   class NothingReady : public attention::PreparedStep {
    public:
     void GiveUp() override {}
-    bool Begin(std::span<const attention::RowTokens>) override { return false; }
+    bool takes_turn() const override { return false; }
     bool HasBegunWith(std::span<const attention::RowTokens>) override { return false; }
+    bool has_told() const override { return false; }
   };
   static std::vector<DType> DTypesOf(const attention::StepRequest& request) {
     std::vector<DType> dtypes;
@@ -175,7 +177,7 @@ TEST_F(FinalOutTest, LayersArePreparedAsTheyAreAnswered) {
   pass->ExpectFirstLayer(layers[0]->args);
   int in_floats = 0;
   for (const auto& message : layers) {
-    ASSERT_TRUE(pass->PrepareNextLayer());
+    ASSERT_TRUE(pass->PrepareNextLayer(nullptr));
     DecodeResult result;
     const auto memory = [this](const AnswerExtents& extents) {
       return Memory(extents, DType::kBf16);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: the backend is told each row's own tokens before a layer of a pass is looked at, and only
-// where it may have them. Method: a backend that prepares every step, computes nothing ahead, and
-// remembers what it is told.
+// Goal: the backend finds each row's own tokens in the client's memory before a layer of a pass is
+// looked at, and only where it may take them. Method: a backend that prepares every step, computes
+// nothing ahead, and remembers what it takes; the client's memory is each layer's message.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -32,30 +32,44 @@ struct Told {
 
 class TellingBackend : public ForwardingBackend {
  public:
-  // Of the steps that have begun.
+  // Of the steps that have begun: their tokens, when they were asked about.
   std::vector<std::vector<Told>> begun;
   int given_up = 0;
-  bool begins = true;
+  bool takes_turns = true;
+  bool tells = false;  // clients, of each step that has begun
+  // What the client changes before the device takes it; may be null.
+  std::function<void(std::vector<Told>*)> change;
+  attention::ClientTurn turn;  // of the last Prepare that had one
 
-  std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request) override {
-    return std::make_unique<Prepared>(this, request);
+  std::unique_ptr<attention::PreparedStep> Prepare(const attention::StepRequest& request,
+                                                   const attention::ClientTurn* client) override {
+    if (client != nullptr) turn = *client;
+    return std::make_unique<Prepared>(this, request, client);
   }
 
  private:
   class Prepared : public attention::PreparedStep {
    public:
-    Prepared(TellingBackend* backend, const attention::StepRequest& request)
-        : backend_(backend), rows_(request.rows.begin(), request.rows.end()) {}
-    void GiveUp() override { ++backend_->given_up; }
-    bool Begin(std::span<const attention::RowTokens> tokens) override {
-      begun_ = backend_->begins;
-      if (begun_) backend_->begun.push_back(ToldOf(tokens));
-      return begun_;
+    Prepared(TellingBackend* backend, const attention::StepRequest& request,
+             const attention::ClientTurn* turn)
+        : backend_(backend),
+          rows_(request.rows.begin(), request.rows.end()),
+          takes_turn_(turn != nullptr && backend->takes_turns) {
+      if (takes_turn_) tokens_.assign(turn->tokens.begin(), turn->tokens.end());
     }
+    void GiveUp() override {
+      ++backend_->given_up;
+      given_up_ = true;
+    }
+    bool takes_turn() const override { return takes_turn_; }
     bool HasBegunWith(std::span<const attention::RowTokens> tokens) override {
-      EXPECT_TRUE(begun_);
-      return backend_->begun.back() == ToldOf(tokens);
+      EXPECT_TRUE(takes_turn_);
+      std::vector<Told> begun = ToldOf(tokens_);
+      if (backend_->change != nullptr) backend_->change(&begun);
+      backend_->begun.push_back(begun);
+      return begun == ToldOf(tokens);
     }
+    bool has_told() const override { return takes_turn_ && backend_->tells && !given_up_; }
 
    private:
     std::vector<Told> ToldOf(std::span<const attention::RowTokens> tokens) const {
@@ -77,7 +91,9 @@ class TellingBackend : public ForwardingBackend {
 
     TellingBackend* const backend_;
     const std::vector<attention::StepRow> rows_;
-    bool begun_ = false;
+    const bool takes_turn_;
+    bool given_up_ = false;
+    std::vector<attention::RowTokens> tokens_;  // the client's
   };
 };
 
@@ -97,13 +113,19 @@ class PassesBegin : public testing::Test {
     std::vector<Answer> answers;
     const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
     if (expected) pass->ExpectFirstLayer(layers[0]->args);
-    EXPECT_EQ(pass->PrepareNextLayer(), expected);
+    EXPECT_EQ(PrepareWith(pass.get(), *layers[0]), expected);
     for (const auto& message : layers) {
       answers.push_back(StepOf(pass.get(), *message));
-      if (pass->layer() < layers.size()) pass->PrepareNextLayer();
+      if (pass->layer() < layers.size()) PrepareWith(pass.get(), *layers[pass->layer()]);
     }
     pass->ForgetNextLayer();
     return answers;
+  }
+
+  // Where the client has the message.
+  bool PrepareWith(Pass* pass, const Message& message) {
+    const ClientLayer client = {.args = message.args, .ring = &ring_, .epoch = 5};
+    return pass->PrepareNextLayer(&client);
   }
 
   // Rows of several tokens, and one in their middle that appends none.
@@ -120,6 +142,7 @@ class PassesBegin : public testing::Test {
     return layers;
   }
 
+  const uint32_t ring_ = 5;
   Random random_{TestSeed()};
   const testing::ScopedTrace trace_{__FILE__, __LINE__, "seed " + std::to_string(TestSeed())};
   TellingBackend* telling_ = new TellingBackend;
@@ -178,7 +201,7 @@ TEST_F(PassesBegin, NoFirstLayerWithTokensThatAreThere) {
   const auto expected = [&](const Layers& layers) {
     const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
     pass->ExpectFirstLayer(layers[0]->args);
-    const bool prepared = pass->PrepareNextLayer();
+    const bool prepared = PrepareWith(pass.get(), *layers[0]);
     if (prepared) StepOf(pass.get(), *layers[0]);
     return prepared;
   };
@@ -209,11 +232,11 @@ TEST_F(PassesBegin, NoFirstLayerOfOtherTensors) {
     change(&args);
     const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
     pass->ExpectFirstLayer(args);
-    EXPECT_FALSE(pass->PrepareNextLayer()) << what;
+    EXPECT_FALSE(PrepareWith(pass.get(), *layers[0])) << what;
   }
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   pass->ExpectFirstLayer(layers[0]->args);
-  EXPECT_TRUE(pass->PrepareNextLayer());
+  EXPECT_TRUE(PrepareWith(pass.get(), *layers[0]));
 }
 
 // A truncation behind the declaration takes the block that the tokens would go to.
@@ -223,7 +246,7 @@ TEST_F(PassesBegin, NoFirstLayerWithoutRoomForItsTokens) {
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   ASSERT_TRUE(engine_->Truncate(kTenant, first_.id, attention::kTailBlockTokens).ok());
   pass->ExpectFirstLayer(layers[0]->args);
-  EXPECT_FALSE(pass->PrepareNextLayer());
+  EXPECT_FALSE(PrepareWith(pass.get(), *layers[0]));
   EXPECT_TRUE(StepOf(pass.get(), *layers[0]).row_status(0).ok());
 }
 
@@ -252,31 +275,98 @@ TEST_F(PassesBegin, NotWhereTokensWereGivenUp) {
   EXPECT_EQ(telling_->begun[0][0], Of(layers[2]->rows[0]));
 }
 
-// Memory that the client writes may have changed since: what the step brings is answered, and what
-// has begun is given up.
+// The client's memory may have been another when the device took it: what the step brings is
+// answered, and what has begun is given up.
 TEST_F(PassesBegin, WhatHasBegunWithOtherTokensIsGivenUp) {
   const Layers layers = NextPass({&first_, &last_}, 1, &random_);
-  std::vector<Row> rows = layers[1]->rows;
-  rows[1].q.Set(3, 77.0f);
-  const Message other(1, rows);
+  telling_->change = [](std::vector<Told>* begun) { (*begun)[1].queries[3] ^= std::byte{1}; };
+  telling_->tells = true;
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   StepOf(pass.get(), *layers[0]);
-  ASSERT_TRUE(pass->PrepareNextLayer());
-  pass->BeginNextLayer(other.args);
+  ASSERT_TRUE(PrepareWith(pass.get(), *layers[1]));
   const Answer answer = StepOf(pass.get(), *layers[1]);
   ASSERT_TRUE(answer.status.ok());
   EXPECT_TRUE(answer.row_status(1).ok());
+  EXPECT_FALSE(answer.result.told_client);
   EXPECT_EQ(telling_->begun.size(), 1u) << "once alone";
   EXPECT_EQ(telling_->given_up, 1);
 }
 
-// What the backend did not begin with is not asked about.
+// What takes no turn is not asked about: a backend may begin later, and a caller have no client.
 TEST_F(PassesBegin, ABackendMayBeginLater) {
-  telling_->begins = false;
+  telling_->takes_turns = false;
   for (const Answer& answer : Run(NextPass({&first_}, 1, &random_))) {
     EXPECT_TRUE(answer.row_status(0).ok());
   }
+  telling_->takes_turns = true;
+  const Layers layers = NextPass({&last_}, 1, &random_);
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  for (const auto& message : layers) {
+    EXPECT_TRUE(StepOf(pass.get(), *message).row_status(0).ok());
+    EXPECT_EQ(pass->PrepareNextLayer(nullptr), pass->layer() < layers.size());
+  }
+  EXPECT_TRUE(telling_->begun.empty());
   EXPECT_EQ(telling_->given_up, 0);
+}
+
+// A device may answer in the client's memory where all rows do, and not in floats; who was told is
+// in the result of that layer alone.
+TEST_F(PassesBegin, TheAnswersPlaceIsTheClients) {
+  std::byte out[64];
+  float lse[8];
+  uint64_t answer = 0;
+  for (const DType dtype : {DType::kFp32, DType::kBf16}) {
+    const Layers layers = NextPass({&first_, &last_}, 1, &random_);
+    for (const auto& message : layers) message->args.final_dtype = dtype;
+    const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    telling_->tells = false;
+    const auto step = [&](const Message& message) {
+      Answer result;
+      std::vector<std::byte> places;
+      const auto memory = [&](const AnswerExtents& extents) {
+        auto buffers = result.memory(extents);
+        places.resize(dtype == DType::kFp32 ? 0 : extents.out_floats() * DTypeBytes(dtype));
+        buffers->final_out = places;
+        return buffers;
+      };
+      result.status = pass->Step(message.args, memory, &result.result);
+      return result;
+    };
+    EXPECT_FALSE(step(*layers[0]).result.told_client);
+    ClientLayer client = {.args = layers[1]->args, .ring = &ring_, .epoch = 9};
+    client.out = out;
+    client.lse = lse;
+    client.answer = &answer;
+    ASSERT_TRUE(pass->PrepareNextLayer(&client));
+    const attention::ClientTurn& turn = telling_->turn;
+    EXPECT_EQ(turn.ring, &ring_);
+    EXPECT_EQ(turn.epoch, 9u);
+    const bool there = dtype == DType::kBf16;
+    EXPECT_EQ(turn.out, there ? out : nullptr);
+    EXPECT_EQ(turn.lse, there ? lse : nullptr);
+    EXPECT_EQ(turn.answer, there ? &answer : nullptr);
+    telling_->tells = there;
+    EXPECT_EQ(step(*layers[1]).result.told_client, there);
+    EXPECT_FALSE(step(*layers[2]).result.told_client);
+    for (const size_t row : {0, 1}) Keep(layers, row);
+  }
+}
+
+// A row that has left the pass has a place in the client's out, and none in the step's.
+TEST_F(PassesBegin, NotWhereARowHasLeft) {
+  Layers layers = NextPass({&first_, &last_}, 1, &random_);
+  std::vector<Row> rows = layers[0]->rows;
+  rows[0].q.Set(0, std::nanf(""));
+  layers[0] = std::make_unique<Message>(0, rows);
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  StepOf(pass.get(), *layers[0]);
+  std::byte out[64];
+  ClientLayer client = {.args = layers[1]->args, .ring = &ring_, .epoch = 9};
+  client.args.final_dtype = DType::kBf16;
+  client.out = out;
+  ASSERT_TRUE(pass->PrepareNextLayer(&client));
+  EXPECT_EQ(telling_->turn.epoch, 9u);
+  EXPECT_EQ(telling_->turn.out, nullptr);
 }
 
 // A step of which no row is left is given up before its answer: others may append in their places.
@@ -287,7 +377,7 @@ TEST_F(PassesBegin, WhatNoRowIsLeftOfIsGivenUp) {
   layers[1] = std::make_unique<Message>(1, rows);
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   StepOf(pass.get(), *layers[0]);
-  ASSERT_TRUE(pass->PrepareNextLayer());
+  ASSERT_TRUE(PrepareWith(pass.get(), *layers[1]));
   EXPECT_EQ(StepOf(pass.get(), *layers[1]).row_status(0).code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(telling_->begun.size(), 1u);
   EXPECT_EQ(telling_->given_up, 1);

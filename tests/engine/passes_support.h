@@ -44,7 +44,6 @@ inline std::unique_ptr<Pass> Begin(Engine* engine, const Layers& layers,
 inline Answer StepOf(Pass* pass, const Message& message) {
   Answer answer;
   EXPECT_EQ(pass->layer(), message.args.layer);
-  pass->BeginNextLayer(message.args);  // if it has got ready for it
   answer.status = pass->Step(message.args, answer.memory, &answer.result);
   return answer;
 }

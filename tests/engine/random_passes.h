@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/engine/layer_in_memory.h"
 #include "tests/engine/passes_support.h"
 
 namespace attnd::engine::test {
@@ -26,10 +27,12 @@ class RandomPasses {
     for (int i = 0; i < 3; ++i) sequences_.push_back(OpenSequence(engine, shape));
   }
 
-  // Called ahead of each layer of a pass, if not empty.
-  std::function<void(Pass*)> before_layer;
-  // How many passes were given up, were replays of such, had a spoiled row; truncations.
-  int given_up = 0, replays = 0, failed = 0, cut = 0;
+  // Called ahead of each layer of a pass, if not empty. client: where the layer will be, for
+  // PrepareNextLayer; null if the backend maps no memory.
+  std::function<void(Pass*, const ClientLayer* client)> before_layer;
+  // How many passes were given up, were replays of such, had a spoiled row; truncations; layers of
+  // which the client was told.
+  int given_up = 0, replays = 0, failed = 0, cut = 0, told = 0;
 
   // Ends at the first event behind which a sequence is not its model.
   void Run(int events) {
@@ -58,14 +61,22 @@ class RandomPasses {
     const bool spoil = end == layers.size() && !replay && random_->Below(4) == 0;
     const size_t bad_row = random_->Below(rows), bad_layer = random_->Below(layers.size());
     std::unique_ptr<Pass> pass = Begin(engine_, layers);
-    if (before_layer != nullptr) pass->ExpectFirstLayer(layers[0]->args);
+    const DType final_dtype = random_->Below(2) == 0 ? DType::kFp32 : DType::kBf16;
+    DecodeArgs like = layers[0]->args;
+    like.final_dtype = final_dtype;
+    if (before_layer != nullptr) pass->ExpectFirstLayer(like);
     for (uint32_t layer = 0; layer < end; ++layer) {
-      if (before_layer != nullptr) before_layer(pass.get());
       Message& message = *layers[layer];
       std::vector<Row> sent = message.rows;
       if (spoil && layer == bad_layer) sent[bad_row].q.Set(0, std::nanf(""));
       const Message spoiled(layer, sent);
-      const Answer answer = StepOf(pass.get(), spoiled);
+      LayerInMemory memory(engine_->backend(), spoiled, final_dtype);
+      if (before_layer != nullptr) before_layer(pass.get(), memory.layer());
+      const Answer answer = memory.Step(pass.get());
+      if (answer.result.told_client) {
+        ++told;
+        memory.ExpectAsAnsweredAgain(engine_);
+      }
       ASSERT_TRUE(answer.status.ok()) << answer.status;
       for (size_t i = 0; i < rows; ++i) {
         const bool out = spoil && i == bad_row && layer >= bad_layer;

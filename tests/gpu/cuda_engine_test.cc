@@ -303,23 +303,25 @@ TEST_F(CudaEngine, ModelsWithoutKernelsAreRefusedWhenOpened) {
   EXPECT_THAT(std::string(id.status().message()), HasSubstr("96/96"));
 }
 
-// Passes whose layers are prepared, or not, or for nothing, and which are given up, replayed and
-// cut.
+// Passes whose layers are prepared, or not, or for nothing, some with their client's memory, and
+// which are given up, replayed and cut.
 TEST_F(CudaEngine, PassesAreTheSamePrepared) {
   CudaBackendOptions options = SmallOptions();
   options.timed_steps = 16;
-  Start(options);
+  Start(options, /*maps_host_memory=*/true);
   const ModelShape shape = engine::test::MakeShape(4, 4, 2, 64, 64, DType::kBf16);
   engine::test::RandomPasses passes(engine_.get(), shape, &random_);
-  passes.before_layer = [&](engine::Pass* pass) {
+  passes.before_layer = [&](engine::Pass* pass, const engine::ClientLayer* client) {
+    EXPECT_NE(client, nullptr);
     const uint64_t what = random_.Below(4);
-    if (what > 0) pass->PrepareNextLayer();
+    if (what > 0) pass->PrepareNextLayer(what > 1 ? client : nullptr);
     if (what == 1) pass->ForgetNextLayer();
     pass->WarmNextLayer();
   };
   passes.Run(3 * kHistoryRounds);
   EXPECT_GT(stats().steps_ahead, uint64_t{kHistoryRounds});
   EXPECT_GT(stats().steps_in_vain, uint64_t{kHistoryRounds} / 2);
+  EXPECT_GT(passes.told, int{kHistoryRounds} / 4);
   EXPECT_EQ(stats().fallback_steps, 0u);
 }
 

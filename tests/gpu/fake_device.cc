@@ -47,7 +47,8 @@ void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& fau
         uint64_t{header.kv_heads} * header.group * (row.first_query_token + row.query_tokens);
     const auto dtype = static_cast<DType>(header.out_dtype);
     const float nan = std::nanf("");
-    FromFloat(dtype, &nan, 1, header.answer->out + (lanes * shape.value_dim - 1) * DTypeBytes(dtype));
+    FromFloat(dtype, &nan, 1,
+              header.answer->out + (lanes * shape.value_dim - 1) * DTypeBytes(dtype));
     if (dtype != DType::kFp32) header.lse[lanes - 1] = nan;
   }
   for (uint32_t unit = 0; faults.miscounted && unit < header.units; ++unit) {
@@ -389,8 +390,8 @@ class FakeStream : public Stream {
     const AnswerPlaces& places = *header.answer;
     const uint64_t lanes = uint64_t{header.query_tokens} * header.kv_heads * header.group;
     if (places.lse != nullptr) std::copy_n(header.lse, lanes, places.lse);
-    const bool flawless = std::all_of(header.lse, header.lse + lanes,
-                                      [](float lse) { return std::isfinite(lse); });
+    const bool flawless =
+        std::all_of(header.lse, header.lse + lanes, [](float lse) { return std::isfinite(lse); });
     if (places.turn == nullptr || places.allowed == 0 || !flawless) return kAnswered;
     std::atomic_ref(*places.turn).store(places.epoch, std::memory_order_release);
     return kAnsweredAndTold;
@@ -463,7 +464,7 @@ class FakeStream : public Stream {
   const std::shared_ptr<FakeControl> control_;
   std::vector<std::function<void()>> work_;  // runs under the control's mutex
   bool timed_ = false;
-  StepGate* gate_ = nullptr;  // of what is being launched
+  StepGate* gate_ = nullptr;            // of what is being launched
   std::vector<std::byte> early_input_;  // of the step behind a gate with a ring
   bool busy_ = false;
 };

@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "tests/attention/client_memory.h"
 #include "tests/gpu/prepared_steps.h"
 #include "tests/gpu/support.h"
 
@@ -18,6 +19,7 @@ namespace attnd::gpu::test {
 namespace {
 
 using attention::test::BeginAndRun;
+using attention::test::ClientMemory;
 using attention::test::PrepareStep;
 using attention::test::RunPrepared;
 using attention::test::RunStep;
@@ -72,11 +74,13 @@ TEST_P(FinalOut, OfStepsThatArePreparedAndHaveBegun) {
     auto& [fake, sequence, late, original] = step;
     std::vector<TestRow> rows = original;
     for (TestRow& row : rows) row.final_dtype = DType::kBf16;
-    const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+    ClientMemory client(*fake.backend, rows, MessagesOf(rows));
+    const auto prepared =
+        PrepareStep(fake.backend.get(), 0, rows, begun ? &client.turn() : nullptr);
     ASSERT_NE(prepared, nullptr);
     if (!begun) late.PutBack();
     const StepResult found =
-        begun ? BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), MessagesOf(rows))
+        begun ? BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), MessagesOf(rows), &client)
               : RunPrepared(fake.backend.get(), 0, rows, prepared.get());
     late.PutBack();
     EXPECT_EQ(fake.backend->stats().steps_ahead, 1u);

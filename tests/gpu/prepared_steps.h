@@ -22,6 +22,11 @@ inline CudaBackendOptions PreparingOptions() {
   return options;
 }
 
+// Whose device sees the host's memory.
+inline FakeBackend MakePreparingBackend() {
+  return MakeFakeBackend(PreparingOptions(), /*maps_host_memory=*/true);
+}
+
 inline attention::test::TestRow LastToken(attention::test::TestSequence* sequence,
                                           const char* preset, uint32_t layer = 0) {
   return attention::test::MakeRow(sequence, Parse(preset), sequence->spec.tokens() - 1, 1, false,
@@ -107,7 +112,7 @@ struct LateRows {
   LateRows(const LateRows&) = delete;
   LateRows& operator=(const LateRows&) = delete;
 
-  const FakeBackend fake = MakeFakeBackend(PreparingOptions());
+  const FakeBackend fake = MakePreparingBackend();
   attention::test::TestSequence sequence;
   LateToken late;
   const std::vector<attention::test::TestRow> rows = {LastToken(&sequence, "error-target"),

@@ -13,19 +13,36 @@
 #include <optional>
 #include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "attention/cpu/cpu_backend.h"
 #include "engine/engine.h"
+#include "gtest/gtest.h"
+#include "plane/word_wait.h"
+#include "tests/engine/forwarding_backend.h"
 #include "tests/server/within.h"
 
 namespace attnd::testing {
 
+// The CPU's, beside a device that sees clients' memory, or not.
+class MappingBackend final : public engine::test::ForwardingBackend {
+ public:
+  void Map() { maps_ = true; }
+  uint64_t mapped_bytes() const { return *bytes_; }
+  std::shared_ptr<const void> MapMemory(std::byte* memory, uint64_t bytes) const override {
+    if (!maps_) return nullptr;
+    *bytes_ += bytes;
+    return {memory, [bytes, all = bytes_](const std::byte*) { *all -= bytes; }};
+  }
+
+ private:
+  std::atomic<bool> maps_{false};
+  const std::shared_ptr<std::atomic<uint64_t>> bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
+};
+
 // Thread-safety: all methods may be called from any thread.
 class FakeEngine final : public engine::Engine {
  public:
-  FakeEngine() : backend_(attention::MakeCpuBackend({.threads = 1})) {}
-
   // Steps wait from now on, until Release or until their stream is cancelled.
   void Hold() { held_ = true; }
   void Release() { held_ = false; }
@@ -55,7 +72,14 @@ class FakeEngine final : public engine::Engine {
   int cancelled() const { return cancelled_; }
   // Calls of passes' PrepareNextLayer and ForgetNextLayer.
   int prepared() const { return prepared_; }
-  // The first element of q of the last BeginNextLayer.
+  // From now on a device sees the memory that clients register.
+  void MapClientMemory() { backend_.Map(); }
+  uint64_t mapped_bytes() const { return backend_.mapped_bytes(); }
+  // Of PrepareNextLayer, with a client's memory.
+  int turns() const { return turns_; }
+  // Steps of layers that are prepared so answer there, with 3 and an lse of 4, and tell the client,
+  // until false. What they read of its memory: the first element of q.
+  void TellClients(bool tells) { tells_clients_ = tells; }
   float begun_with() const { return begun_with_; }
   int forgotten() const { return forgotten_; }
   int released_writers() const { return released_writers_; }
@@ -71,7 +95,7 @@ class FakeEngine final : public engine::Engine {
   void set_value_dim(uint64_t value_dim) { value_dim_ = value_dim; }
 
   const engine::EngineOptions& options() const override { return options_; }
-  const attention::Backend& backend() const override { return *backend_; }
+  const attention::Backend& backend() const override { return backend_; }
   attention::IndexSet IndexesOf(const attention::Policy& policy) const override {
     return policy.Indexes();
   }
@@ -203,8 +227,17 @@ class FakeEngine final : public engine::Engine {
                       engine::DecodeResult* result) override {
       engine::DecodeArgs step = args;
       step.rows = rows_;
+      const engine::ClientLayer client = std::exchange(client_, {});
+      result->told_client = false;
       const absl::Status status = engine_->Decode("", 0, step, memory, result);
-      if (status.ok()) ++layer_;
+      if (!status.ok()) return status;
+      ++layer_;
+      if (client.ring == nullptr) return status;
+      EXPECT_EQ(plane::ReadWord(client.ring), client.epoch);
+      float first = 0;
+      ToFloat(client.args.q.dtype, client.args.q.data, 1, &first);
+      engine_->begun_with_ = first;
+      if (engine_->tells_clients_ && client.answer != nullptr) TellClient(client, result);
       return status;
     }
     void WarmNextLayer() override {}
@@ -215,10 +248,23 @@ class FakeEngine final : public engine::Engine {
       client_ = client != nullptr ? *client : engine::ClientLayer();
       return true;
     }
-    void ForgetNextLayer() override { ++engine_->forgotten_; }
+    void ForgetNextLayer() override {
+      ++engine_->forgotten_;
+      client_ = {};
+    }
 
    private:
+    static void TellClient(const engine::ClientLayer& client, engine::DecodeResult* result) {
+      const float three = 3;
+      FromFloat(client.args.final_dtype, &three, 1, client.out);
+      if (client.lse != nullptr) *client.lse = 4;
+      for (engine::DecodeRowResult& row : result->rows) row.out_is_final = true;
+      result->told_client = true;
+      std::atomic_ref(*client.answer).store(client.epoch, std::memory_order_release);
+    }
+
     FakeEngine* const engine_;
+    engine::ClientLayer client_;  // of the next layer; its ring is null: none
     const std::vector<engine::DecodeRow> rows_;
     uint32_t layer_ = 0;
   };
@@ -253,7 +299,7 @@ class FakeEngine final : public engine::Engine {
   }
 
   const engine::EngineOptions options_;
-  const std::unique_ptr<attention::Backend> backend_;
+  MappingBackend backend_;
   const std::shared_ptr<engine::Lease> lease_ =
       std::make_shared<engine::Lease>(std::chrono::seconds(600), &std::chrono::steady_clock::now);
   std::atomic<bool> held_{false}, calls_held_{false}, writers_held_{false}, gone_{false};
@@ -261,9 +307,9 @@ class FakeEngine final : public engine::Engine {
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
-  std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0};
+  std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0}, turns_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
-  std::atomic<bool> final_answers_{false};
+  std::atomic<bool> final_answers_{false}, tells_clients_{false};
   std::atomic<float> first_of_q_{0}, begun_with_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };

@@ -73,6 +73,7 @@ TEST_F(HeldMemoryPassTest, AnswersInTheClientsDtypeAreNotTouched) {
 // The engine gets ready for a layer that is rung for at once, gives that up when the ring takes its
 // time, and does so no more until a ring comes at once again.
 TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
+  engine_.MapClientMemory();
   StartServer();
   MemoryPassClient client(*server_);
   v1::DecodeRequest request = client.Declaration();
@@ -95,7 +96,7 @@ TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
     ASSERT_TRUE(client.LookFor(layer));
   }
   EXPECT_GE(engine_.prepared(), 2) << "a layer behind a prompt ring";
-  bool begun = false;  // what is prepared, with what the client has written
+  bool begun = false;  // what is prepared, in the client's memory
   for (; layer < kLayers; ++layer) {
     client.Ring(layer, static_cast<float>(layer));
     ASSERT_TRUE(client.LookFor(layer));
@@ -105,6 +106,66 @@ TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
   EXPECT_TRUE(begun);
   EXPECT_EQ(client.Reply().status().code(), 0);
   EXPECT_TRUE(Within([&] { return engine_.prepared() + engine_.forgotten() >= int{kLayers}; }));
+}
+
+// A device that takes a client's turn answers in the client's memory and tells the client, who may
+// ring for the next layer while the server still counts this one. It tells none that must be woken,
+// and none that wants floats.
+TEST_F(HeldMemoryPassTest, ADeviceTellsItsClient) {
+  engine_.MapClientMemory();
+  engine_.TellClients(true);
+  StartServer();
+  MemoryPassClient client(*server_);
+  constexpr uint32_t kLayers = 200;
+  const auto layers_told = [&](bool device_rings, v1::DType dtype) {
+    v1::DecodeRequest request = client.Declaration();
+    request.set_output_dtype(dtype);
+    request.mutable_begin_pass()->set_layers(kLayers);
+    request.mutable_begin_pass()->mutable_memory()->set_device_rings(device_rings);
+    request.mutable_begin_pass()->mutable_memory()->set_spin_us(1000);
+    EXPECT_TRUE(client.Declare(request));
+    int told = 0;
+    for (uint32_t layer = 0; layer < kLayers; ++layer) {
+      client.words()->failed_rows = 9;  // what an earlier pass left
+      client.RingAsDevice(layer);
+      EXPECT_TRUE(client.LookFor(layer));
+      EXPECT_EQ(client.words()->failed_rows, 0u);
+      uint16_t first = 0;
+      std::memcpy(&first, client.floats(client.kOut), sizeof(first));
+      const bool three = dtype == v1::DTYPE_BF16 && Bf16ToFloat(first) == 3.0f;
+      EXPECT_EQ(client.floats(client.kLse)[0], three ? 4.0f : 0.0f);
+      told += three ? 1 : 0;
+      std::memset(client.floats(client.kOut), 0, 64);
+    }
+    const v1::DecodeResponse reply = client.Reply();
+    EXPECT_EQ(reply.status().code(), 0) << reply.status().message();
+    client.Skip(kLayers - MemoryPassClient::kLayers);
+    return told;
+  };
+  EXPECT_GT(layers_told(true, v1::DTYPE_BF16), 0);
+  EXPECT_GT(engine_.turns(), 0);
+  EXPECT_EQ(layers_told(true, v1::DTYPE_FP32), 0);
+  EXPECT_EQ(layers_told(false, v1::DTYPE_BF16), 0);
+}
+
+// Regions are mapped for the device as long as they are there.
+TEST_F(HeldMemoryPassTest, RegionsAreMappedForADevice) {
+  engine_.MapClientMemory();
+  StartServer();
+  {
+    MemoryPassClient client(*server_), other(*server_);
+    EXPECT_EQ(engine_.mapped_bytes(), 2 * MemoryPassClient::kRegionBytes);
+    ASSERT_TRUE(client.Declare(client.Declaration()));
+    client.Ring(0);
+    ASSERT_TRUE(client.WaitFor(0));
+    other.LeaveMemory();
+    EXPECT_TRUE(Within([&] { return engine_.mapped_bytes() == MemoryPassClient::kRegionBytes; }));
+    client.LeaveMemory();  // in the middle of a pass, which goes on
+    client.Ring(1);
+    ASSERT_TRUE(client.WaitFor(1));
+    EXPECT_EQ(client.Reply().status().code(), 0);
+    EXPECT_TRUE(Within([&] { return engine_.mapped_bytes() == 0; }));
+  }
 }
 
 // A first layer is prepared once the pass before had its first ring at once, until one takes its

@@ -24,8 +24,8 @@ __device__ __forceinline__ void NoteAnswered(const StepHeader& step, bool flawle
   if ((before & ~kFlawed) + 1 != step.answer_blocks) return;
   FenceForHost();
   const AnswerPlaces& places = *step.answer;
-  const bool tells = places.turn != nullptr && before < kFlawed &&
-                     atomicAdd(&step.answer->allowed, 0u) != 0;
+  const bool tells =
+      places.turn != nullptr && before < kFlawed && atomicAdd(&step.answer->allowed, 0u) != 0;
   if (tells) SetHostWords(places.turn, places.epoch, 0);
   SetHostWord(step.signal.answered, tells ? kAnsweredAndTold : kAnswered);
 }

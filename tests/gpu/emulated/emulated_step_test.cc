@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/attention/client_memory.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/emulated/support.h"
 #include "tests/gpu/final_out.h"
@@ -25,7 +26,9 @@ namespace {
 
 using attention::kTreeIndexes;
 using attention::Policy;
+using attention::test::ClientMemory;
 using attention::test::MakeSequence;
+using attention::test::RowMessage;
 using attention::test::RunStep;
 using attention::test::StepResult;
 using attention::test::TestRow;
@@ -288,6 +291,44 @@ TEST_F(EmulatedGraphs, WaitForTheirQueries) {
   EXPECT_GT(emulated_->stats().steps_ahead, 3u);
   EXPECT_GT(emulated_->stats().steps_in_vain, 0u);
   EXPECT_GT(emulated_->stats().graph_launches, emulated_->stats().steps_ahead);
+}
+
+// And takes a client's turn: its tokens come from the client's memory, its answer goes there, and
+// the client is told if the host allows it.
+TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
+  const auto device = OpenCudaDevice();
+  ASSERT_TRUE(device.ok()) << device.status();
+  // What kernels may write, as they may what a client shares.
+  const auto allocate = [&](size_t bytes) {
+    std::byte* const memory = *(*device)->AllocatePinned(bytes);
+    return std::shared_ptr<std::byte>(memory, [&](std::byte* of) { (*device)->FreePinned(of); });
+  };
+  std::vector<TestRow> rows = rows_;
+  for (TestRow& row : rows) row.final_dtype = DType::kBf16;
+  const std::vector<RowMessage> messages = {RowMessage::Of(rows[0], /*layer=*/0)};
+  int told = 0, taken = 0;
+  for (int i = 0; i < 20; ++i) {
+    SCOPED_TRACE(i);
+    ClientMemory client(*emulated_, rows, messages, allocate);
+    const auto prepared = attention::test::PrepareStep(emulated_.get(), 0, rows, &client.turn());
+    ASSERT_NE(prepared, nullptr);
+    if (i % 4 == 3) {  // given up, before the ring or behind it
+      if (i % 8 == 7) client.Ring();
+      continue;
+    }
+    taken += prepared->takes_turn() ? 1 : 0;
+    const StepResult step =
+        attention::test::BeginAndRun(emulated_.get(), 0, rows, prepared.get(), messages, &client);
+    ExpectFinalOut(step, first_, DType::kBf16);
+    EXPECT_EQ(prepared->has_told(), client.told());
+    EXPECT_TRUE(client.told() || client.untouched());
+    if (prepared->takes_turn()) {
+      EXPECT_EQ(client.lse()[0], step.rows[0].lse[0]);
+    }
+    told += client.told() ? 1 : 0;
+  }
+  EXPECT_GT(taken, 4);  // there is no graph before the ninth step
+  EXPECT_GT(told, taken / 2);
 }
 
 }  // namespace

@@ -2,9 +2,11 @@
 //
 // CUDA's runtime on the emulated device. A stream is a queue of work; whoever waits for a stream
 // does work at the heads of all queues, in a random order that keeps to the events, until that
-// stream's is done. One mutex guards everything.
+// stream's is done. So does a thread of BeginWork, until nothing is left. One mutex guards
+// everything.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,12 +17,14 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "tests/gpu/emulated/grid.h"
 #include "tests/gpu/emulated/memory_check.h"
 #include "tests/gpu/emulated/refusals.h"
+#include "tests/gpu/emulated/work.h"
 
 namespace {
 
@@ -108,6 +112,25 @@ void* Rubbish(size_t bytes) {
 }
 
 }  // namespace
+
+namespace attnd::gpu::emulated {
+
+void BeginWork() {
+  static std::mutex mutex;
+  static std::optional<std::jthread> worker;  // joined when it is replaced, and at the end
+  const Lock lock(mutex);
+  std::atomic<bool> has_begun = false;
+  worker.emplace([&has_begun] {
+    const Lock runtime_lock(TheRuntime().mutex);
+    has_begun = true;
+    while (TheRuntime().work.DoOne()) {
+    }
+  });
+  // A wait for a stream comes behind it.
+  while (!has_begun) std::this_thread::yield();
+}
+
+}  // namespace attnd::gpu::emulated
 
 const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated device"; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// LayerInMemory: a layer of a pass whose tensors lie, and whose answer is to lie, in memory that a
+// client shares with the engine's backend.
+#ifndef ATTND_TESTS_ENGINE_LAYER_IN_MEMORY_H_
+#define ATTND_TESTS_ENGINE_LAYER_IN_MEMORY_H_
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "engine/pass.h"
+#include "tests/engine/support.h"
+
+namespace attnd::engine::test {
+
+class LayerInMemory {
+ public:
+  // The message's tensors are there; the client has not rung. final_dtype: of the answer; floats
+  // have no place there.
+  LayerInMemory(const attention::Backend& backend, const Message& message, DType final_dtype)
+      : message_(message) {
+    const DecodeArgs& args = message.args;
+    const uint64_t lanes = args.q.elements / args.q_head_dim;
+    const uint64_t out_bytes = lanes * args.v_value_dim * DTypeBytes(final_dtype);
+    const uint64_t bytes = (4 * kPage + BytesOf(args.q) + BytesOf(args.k) + BytesOf(args.v) +
+                            out_bytes + lanes * sizeof(float)) /
+                           kPage * kPage;
+    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes)));
+    std::memset(memory_.get(), 0, bytes);
+    mapping_ = backend.MapMemory(memory_.get(), bytes);
+    ring_ = reinterpret_cast<uint32_t*>(Take(sizeof(uint32_t)));
+    answer_ = reinterpret_cast<uint64_t*>(Take(sizeof(uint64_t)));
+    *ring_ = kEpoch - 1;
+    layer_.args = args;
+    layer_.args.final_dtype = final_dtype;
+    for (TensorView DecodeArgs::*tensor : {&DecodeArgs::q, &DecodeArgs::k, &DecodeArgs::v}) {
+      TensorView& view = layer_.args.*tensor;
+      if (view.elements == 0) continue;
+      std::byte* const at = Take(BytesOf(view));
+      std::memcpy(at, view.data, BytesOf(view));
+      view.data = at;
+    }
+    layer_.ring = ring_;
+    layer_.epoch = kEpoch;
+    if (final_dtype == DType::kFp32) return;
+    layer_.out = Take(out_bytes);
+    layer_.lse = reinterpret_cast<float*>(Take(lanes * sizeof(float)));
+    layer_.answer = answer_;
+  }
+
+  // For Pass::PrepareNextLayer; null if nothing maps the memory.
+  const ClientLayer* layer() const { return mapping_ != nullptr ? &layer_ : nullptr; }
+
+  // The client rings, and the step brings the message. If the client has been told, all that it
+  // has is the answer.
+  Answer Step(Pass* pass) {
+    std::atomic_ref(*ring_).store(kEpoch, std::memory_order_release);
+    Answer answer;
+    DecodeArgs args = message_.args;
+    args.final_dtype = layer_.args.final_dtype;
+    const auto memory = [&](const AnswerExtents& extents) -> absl::StatusOr<AnswerBuffers> {
+      auto buffers = answer.memory(extents);
+      if (layer_.out == nullptr || !buffers.ok()) return buffers;
+      buffers->final_out = {layer_.out, extents.out_floats() * DTypeBytes(args.final_dtype)};
+      return buffers;
+    };
+    answer.status = pass->Step(args, memory, &answer.result);
+    const uint64_t told = std::atomic_ref(*answer_).load(std::memory_order_acquire);
+    EXPECT_EQ(told, answer.result.told_client ? kEpoch : 0);
+    if (answer.result.told_client) ExpectAnswers(answer);
+    return answer;
+  }
+
+  // Of a step of which the client has been told: its answer to rows of one token is what the engine
+  // answers when it is asked again.
+  void ExpectAsAnsweredAgain(Engine* engine) const {
+    std::vector<Row> rows = message_.rows;
+    for (Row& row : rows) {
+      row.query_only = true;
+      row.position += row.query_tokens;
+    }
+    const Message again(message_.args.layer, rows);
+    const Answer answer = Send(engine, again);
+    size_t lane = 0;
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const size_t lanes = rows[r].query_tokens * message_.args.q_heads;
+      if (rows[r].query_tokens == 1) {
+        const RowAnswer row = AnswerOf(again, answer, r);
+        const size_t bytes = row.out.size() * DTypeBytes(layer_.args.final_dtype);
+        std::vector<std::byte> out(bytes);
+        FromFloat(layer_.args.final_dtype, row.out.data(), row.out.size(), out.data());
+        EXPECT_EQ(std::memcmp(layer_.out + lane * (bytes / lanes), out.data(), bytes), 0) << r;
+        EXPECT_EQ(std::memcmp(layer_.lse + lane, row.lse.data(), lanes * sizeof(float)), 0) << r;
+      }
+      lane += lanes;
+    }
+  }
+
+ private:
+  static constexpr uint64_t kPage = 4096, kAlignment = 64;
+  static constexpr uint32_t kEpoch = 3;
+
+  static uint64_t BytesOf(const TensorView& view) { return view.elements * DTypeBytes(view.dtype); }
+  std::byte* Take(uint64_t bytes) {
+    std::byte* const at = memory_.get() + taken_;
+    taken_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return at;
+  }
+  void ExpectAnswers(const Answer& answer) const {
+    for (const DecodeRowResult& row : answer.result.rows) {
+      EXPECT_TRUE(row.status.ok());
+      EXPECT_TRUE(row.out_is_final);
+    }
+    const std::vector<float>& lse = answer.memory.lse();
+    EXPECT_EQ(std::memcmp(layer_.lse, lse.data(), lse.size() * sizeof(float)), 0);
+    std::vector<float> out(answer.memory.out().size());
+    ToFloat(layer_.args.final_dtype, layer_.out, out.size(), out.data());
+    for (const float x : out) ASSERT_TRUE(std::isfinite(x));
+  }
+
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  const Message& message_;
+  std::unique_ptr<std::byte, Free> memory_;
+  std::shared_ptr<const void> mapping_;  // goes before memory_
+  uint64_t taken_ = 0;
+  uint32_t* ring_ = nullptr;
+  uint64_t* answer_ = nullptr;
+  ClientLayer layer_;
+};
+
+}  // namespace attnd::engine::test
+
+#endif  // ATTND_TESTS_ENGINE_LAYER_IN_MEMORY_H_
