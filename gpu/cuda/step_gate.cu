@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kTakenThreads)
   FenceForHost();
   __syncthreads();
   if (threadIdx.x != 0) return;
+  FenceForHost();  // and what the others have written
   SetHostWord(&gate->taken, 1);
   if (answer->turn == nullptr) return;
   for (uint32_t look = 0; look < kLooksMax; ++look) {

@@ -20,13 +20,15 @@ __device__ __forceinline__ void NoteAnswered(const StepHeader& step, bool flawle
   __syncthreads();
   if (threadIdx.x != 0) return;
   if (!flawless) atomicOr(step.signal.blocks, kFlawed);
+  // All of these are on their way at once.
+  uint64_t* const turn = step.answer->turn;
+  const uint32_t epoch = step.answer->epoch;
+  const uint32_t allowed = atomicAdd(&step.answer->allowed, 0u);  // not without a turn
   const uint32_t before = atomicAdd(step.signal.blocks, 1u);
   if ((before & ~kFlawed) + 1 != step.answer_blocks) return;
-  FenceForHost();
-  const AnswerPlaces& places = *step.answer;
-  const bool tells =
-      places.turn != nullptr && before < kFlawed && atomicAdd(&step.answer->allowed, 0u) != 0;
-  if (tells) SetHostWords(places.turn, places.epoch, 0);
+  FenceForHost();  // and what the others have written
+  const bool tells = allowed != 0 && before < kFlawed;
+  if (tells) SetHostWords(turn, epoch, 0);
   SetHostWord(step.signal.answered, tells ? kAnsweredAndTold : kAnswered);
 }
 

@@ -21,9 +21,10 @@
 // host, which reads the word with acquire. Of a single thread block the release alone does: each
 // fence waits for what is on its way over PCIe.
 //
-// On the way out, the waiting thread's fence behind the look that saw the answer, and the barrier
-// behind it, put what the host has released before the reads of the other threads. They read the
-// region with relaxed loads of system scope: no cache answers with what an earlier layer left.
+// On the way out, the acquire of the look that saw the answer, and the barrier behind it, put what
+// the server has released, by its host or by a kernel of its own, before the reads of the other
+// threads. They read the region with relaxed loads of system scope: no cache answers with what an
+// earlier layer left. There is no fence behind the look: it would wait for all that is on its way.
 //
 // PassWords change in attnd_begin and by the last thread block to arrive, when all others have read
 // what they need; `arrived`, which all count up, is an atomic. The stream orders kernels.
@@ -48,6 +49,11 @@ __device__ unsigned long long Nanos() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
+__device__ unsigned LoadAcquire(const unsigned* word) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
 __device__ unsigned long long LoadAcquire(const unsigned long long* word) {
   unsigned long long value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -57,6 +63,10 @@ __device__ unsigned long long LoadAcquire(const unsigned long long* word) {
 __device__ void Pause(unsigned nanos) { __nanosleep(nanos); }
 __device__ void StoreRelease(unsigned* word, unsigned value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
+}
+// Of what no other write needs to be seen before.
+__device__ void Store(unsigned* word, unsigned value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
 }
 // Of memory that the host writes.
 __device__ Quad LoadHost(const Quad* from) {
@@ -168,8 +178,11 @@ struct Begin {
 constexpr u32 kNan = 0x7FFF7FFF;
 // Loads that a thread has under way at once.
 constexpr u32 kBatch = 4;
-// Between two looks at the answer word. Half of it is what an answer waits in the mean.
-constexpr u32 kPauseNanos = 1000;
+// Between two looks at the answer word: the first ones, some 40 us of them, within which few
+// answers come; and later ones. Half of it is what an answer waits in the mean.
+constexpr u32 kFirstLooks = 16;
+constexpr u32 kFirstPauseNanos = 1000;
+constexpr u32 kPauseNanos = 300;
 // Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
 
@@ -212,24 +225,42 @@ ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
   }
 }
 
-ATTND_DEVICE void CopyIn(const Tensor& tensor, u32 rows, u64 region) {
+// One copy of all three: what a thread has of each is on its way at once.
+ATTND_DEVICE void CopyIn(const Layer& layer, u32 query_tokens, u32 new_tokens) {
+  const u32 q = Quads(layer.q, query_tokens), k = Quads(layer.k, new_tokens);
+  const u32 v = Quads(layer.v, new_tokens);
   Copy(
-      {Blocks(), Block()}, Quads(tensor, rows), [&](u32 i) { return *QuadOf(tensor, i); },
-      [&](u32 i, const Quad& value) { At<Quad>(region)[i] = value; });
+      {Blocks(), Block()}, q + k + v,
+      [&](u32 i) {
+        if (i < q) return *QuadOf(layer.q, i);
+        return i < q + k ? *QuadOf(layer.k, i - q) : *QuadOf(layer.v, i - q - k);
+      },
+      [&](u32 i, const Quad& value) {
+        if (i < q) {
+          At<Quad>(layer.region_q)[i] = value;
+        } else if (i < q + k) {
+          At<Quad>(layer.region_k)[i - q] = value;
+        } else {
+          At<Quad>(layer.region_v)[i - q - k] = value;
+        }
+      });
 }
 
 // By one thread block, as FillAnswer is.
 ATTND_DEVICE void CopyAnswer(const Layer& layer, u32 rows) {
+  // What an earlier pass left in the region is no lse of this one.
+  const bool want_lse = layer.lse != 0 && At<PassWords>(layer.words)->want_lse != 0;
+  const u32 words = layer.lse != 0 ? rows * layer.lse_heads : 0;
+  const auto lse = [&](u32 i) {
+    return want_lse && i < words ? LoadHost(At<u32>(layer.region_lse) + i) : kNan;
+  };
+  const u32 first_lse = lse(Thread());  // on its way while out is
   Copy(
       {1, 0}, Quads(layer.out, rows),
       [&](u32 i) { return LoadHost(At<Quad>(layer.region_out) + i); },
       [&](u32 i, const Quad& value) { *QuadOf(layer.out, i) = value; });
-  if (layer.lse == 0) return;
-  const u32 words = rows * layer.lse_heads;
-  // What an earlier pass left in the region is no lse of this one.
-  const bool want_lse = At<PassWords>(layer.words)->want_lse != 0;
   for (u32 i = Thread(); i < words; i += Threads()) {
-    At<u32>(layer.lse)[i] = want_lse ? LoadHost(At<u32>(layer.region_lse) + i) : kNan;
+    At<u32>(layer.lse)[i] = i == Thread() ? first_lse : lse(i);
   }
 }
 
@@ -276,8 +307,8 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
   StoreRelease(At<u32>(layer.ring), epoch);
   const u64 start = Nanos();
   for (u32 looks = 1;; ++looks) {
-    const u32 ahead = LoadHost(At<u32>(layer.answer)) - epoch;
-    if (ahead == 0) break;
+    const u32 ahead = LoadAcquire(At<u32>(layer.answer)) - epoch;
+    if (ahead == 0) return kNone;
     if (ahead < 1u << 31) return kOver;
     if (looks % kLooksPerAbort == 0) {
       const u64 abort = LoadAcquire(&At<Control>(layer.control)->abort);
@@ -285,10 +316,8 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
       if (abort >> 32 != 0 && behind < 1u << 31) return kAborted;
       if (Nanos() - start > layer.limit_nanos) return kLate;
     }
-    Pause(kPauseNanos);
+    Pause(looks < kFirstLooks ? kFirstPauseNanos : kPauseNanos);
   }
-  FenceSystem();
-  return kNone;
 }
 
 // One thread, when out and lse are written.
@@ -303,12 +332,14 @@ ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
   }
   if (!words->open) return;
   words->next_layer = layer.layer + 1;
+  const u32 done = words->first_epoch + layer.layer;
+  if (words->next_layer < words->layers && failure == kNone) return Store(&control->done, done);
   if (words->next_layer >= words->layers) {
     words->open = 0;
     // Nothing writes the word anew before the next pass's first ring.
     if (failure == kNone) end->failed_rows = LoadHost(At<u32>(layer.answer) + 1);
   }
-  StoreRelease(&control->done, words->first_epoch + layer.layer);
+  StoreRelease(&control->done, done);
 }
 
 // What the threads of a thread block share.
@@ -324,9 +355,7 @@ ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   Barrier();
   u32 failure = shared->failure;
   if (failure == kNone) {
-    CopyIn(layer.q, query_tokens, layer.region_q);
-    CopyIn(layer.k, new_tokens, layer.region_k);
-    CopyIn(layer.v, new_tokens, layer.region_v);
+    CopyIn(layer, query_tokens, new_tokens);
   }
   Barrier();
   if (Thread() == 0) {
