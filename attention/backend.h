@@ -232,6 +232,7 @@ struct BackendStats {
   // Steps that were launched before their queries were there (Prepare): answered; in vain, as
   // another step came, or none for a while.
   uint64_t steps_ahead = 0;
+  uint64_t steps_told = 0;  // of steps_ahead: the device has told the client
   uint64_t steps_in_vain = 0;
   // Device time by stage, over the steps where it was measured.
   uint64_t timed_steps = 0;

@@ -312,6 +312,8 @@ class CudaBackend : public Backend {
     stats.bytes_to_host = transfers_.to_host.load(std::memory_order_relaxed);
     stats.evictions = store_->evictions();
     stats.graph_launches = transfers_.graph_launches.load(std::memory_order_relaxed);
+    // In this order, as each one told is first one ahead: there are never more told.
+    stats.steps_told = transfers_.steps_told.load(std::memory_order_acquire);
     stats.steps_ahead = transfers_.steps_ahead.load(std::memory_order_relaxed);
     stats.steps_in_vain = transfers_.steps_in_vain.load(std::memory_order_relaxed);
     stats.steps = steps_.load(std::memory_order_relaxed);

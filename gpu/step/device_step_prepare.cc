@@ -95,6 +95,7 @@ absl::Status DeviceStep::RunPrepared() {
   has_told_ = context_->has_told();
   ATTND_RETURN_IF_ERROR(TakeResults(std::nullopt));
   context_->counts()->steps_ahead.fetch_add(1, std::memory_order_relaxed);
+  context_->counts()->steps_told.fetch_add(has_told_ ? 1 : 0, std::memory_order_release);
   return absl::OkStatus();
 }
 

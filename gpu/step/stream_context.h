@@ -26,7 +26,7 @@ struct TransferCounts {
   std::atomic<uint64_t> to_host{0};
   std::atomic<uint64_t> graph_launches{0};  // of steps
   // Steps that waited behind a gate, by what came of them.
-  std::atomic<uint64_t> steps_ahead{0}, steps_in_vain{0};
+  std::atomic<uint64_t> steps_ahead{0}, steps_told{0}, steps_in_vain{0};
 };
 
 // One thread at a time, and one step at a time: a step begins when nothing is under way. `device`

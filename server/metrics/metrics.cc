@@ -182,6 +182,7 @@ void Metrics::AddDeviceMetrics() {
   const std::string ahead = "attnd_backend_steps_ahead_total";
   const std::string ahead_help = "Steps launched before their queries were there, by what came";
   steps_ahead_ = {AddCounter(ahead, ahead_help, {{"outcome", "answered"}}),
+                  AddCounter(ahead, ahead_help, {{"outcome", "told"}}),
                   AddCounter(ahead, ahead_help, {{"outcome", "in_vain"}})};
   time_slices_ = AddGauge("attnd_gpu_time_slices",
                           "1 if processes on the GPU get time slices, as the server does not run "
@@ -341,8 +342,9 @@ void Metrics::CollectBackend(const attention::BackendStats& stats) const {
   }
   index_missing_bytes_->Set(static_cast<double>(stats.index_missing_bytes));
   Follow(graph_launches_, stats.graph_launches);
-  Follow(steps_ahead_[0], stats.steps_ahead);
-  Follow(steps_ahead_[1], stats.steps_in_vain);
+  Follow(steps_ahead_[0], stats.steps_ahead - stats.steps_told);
+  Follow(steps_ahead_[1], stats.steps_told);
+  Follow(steps_ahead_[2], stats.steps_in_vain);
 }
 
 void Metrics::AddArchiveCounters() {

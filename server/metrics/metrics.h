@@ -204,7 +204,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   std::array<prometheus::Counter*, attention::kFallbacks> fallback_rows_;
   prometheus::Gauge* index_missing_bytes_;
   prometheus::Counter* graph_launches_;
-  std::array<prometheus::Counter*, 2> steps_ahead_;  // answered, in vain
+  std::array<prometheus::Counter*, 3> steps_ahead_;  // answered, told, in vain
   prometheus::Gauge* time_slices_;
   FiniteHistogram round_trip_;
   std::array<prometheus::Counter*, 3> round_trips_;  // side by side, in time slices, failed

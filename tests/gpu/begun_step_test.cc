@@ -166,6 +166,7 @@ TEST_P(BegunSteps, TheClientIsTold) {
         BeginAndRun(fake.backend.get(), 1, rows, prepared.get(), messages, &client);
     ExpectFinalOut(found, floats, dtype);
     EXPECT_TRUE(prepared->has_told());
+    EXPECT_EQ(fake.backend->stats().steps_told, first + 1);
     EXPECT_TRUE(client.told());
     std::vector<float> lse;
     for (const auto& row : found.rows) lse.insert(lse.end(), row.lse.begin(), row.lse.end());

@@ -279,6 +279,7 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   backend.index_missing_bytes = 77;
   backend.graph_launches = 9;
   backend.steps_ahead = 10;
+  backend.steps_told = 4;
   backend.steps_in_vain = 11;
   absl::StatusOr<attention::LinkRates> rates = absl::UnavailableError("no NVML");
   metrics.SetSources({.backend = [&] { return backend; },
@@ -337,7 +338,8 @@ TEST(Metrics, ADeviceIsATierAndHasArenas) {
   }
   EXPECT_EQ(values["attnd_device_index_missing_bytes"], 77);
   EXPECT_EQ(values["attnd_backend_graph_launches_total"], 9);
-  EXPECT_EQ(values["attnd_backend_steps_ahead_total{outcome=answered}"], 10);
+  EXPECT_EQ(values["attnd_backend_steps_ahead_total{outcome=answered}"], 6);
+  EXPECT_EQ(values["attnd_backend_steps_ahead_total{outcome=told}"], 4);
   EXPECT_EQ(values["attnd_backend_steps_ahead_total{outcome=in_vain}"], 11);
   EXPECT_EQ(values["attnd_backend_degraded"], 1);
   EXPECT_EQ(values["attnd_gpu_time_slices"], 0);
