@@ -7,14 +7,15 @@
 // other side's:
 //
 //   client   writes q, k and v of layer n, then ring = first + n       ("n is there")
-//   server   reads them, answers, writes out and lse, then
+//   server   reads them, answers, writes out and lse, then, by its host or its GPU,
 //            answer = first + n                                        ("n is answered")
 //   server   answer = first + layers: the pass is given up, or was never begun; the reply on the
 //            Decode stream says why
 //
 // A word is written last and with release, and read with acquire, so that a side that sees an
 // epoch also sees the data that it stands for. After a write the writer wakes the futex of the
-// word, unless the writer is a GPU (PassMemory.device_rings), for which the server looks. An epoch
+// word, unless the writer is a GPU: a client's (PassMemory.device_rings), for which the server
+// looks, or the server's, which tells such clients alone. An epoch
 // names one layer of one pass: what a word has been left at by an earlier pass, or by a replay of
 // an earlier graph, is never taken for a turn. So a client whose GPU rings may declare a pass while
 // the server answers the one before, whose rings the word still has.
