@@ -86,7 +86,7 @@ absl::Status PreparedDeviceStep::Run(const StepRequest& request) {
   rows_.assign(request.rows.begin(), request.rows.end());
   request_ = request;
   request_.rows = rows_;
-  const absl::Status run = step_->RunPrepared();
+  absl::Status run = step_->RunPrepared();
   has_told_ = step_->has_told();
   return run;
 }

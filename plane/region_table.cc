@@ -66,14 +66,17 @@ absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::stri
   // Without the lock: taking the pages of a large region takes milliseconds.
   RegisteredRegion result;
   auto region = Region::Create(bytes, &result.descriptor);
+  const absl::Status made = region.status();
   Mapped memory;
-  if (region.ok()) memory.region = *std::move(region);
-  if (region.ok() && mapper_ != nullptr) memory.device_view = mapper_(memory.region->data(), bytes);
+  if (made.ok()) {
+    memory.region = *std::move(region);
+    if (mapper_ != nullptr) memory.device_view = mapper_(memory.region->data(), bytes);
+  }
   const MutexLock lock(mutex_);
   --pending_;
-  if (!region.ok()) {
+  if (!made.ok()) {
     bytes_ -= bytes;
-    return region.status();
+    return made;
   }
   CHECK_EQ(memory.region->bytes(), bytes);
   const uint64_t id = NewIdLocked();

@@ -8,7 +8,7 @@
 #include "gpu/cuda/empty_kernel.h"
 #include "gpu/cuda/host_word.h"
 #include "gpu/cuda/index/index_build.cuh"
-#include "gpu/cuda/step_gate.h"
+#include "gpu/cuda/step/step_gate.h"
 
 namespace attnd::gpu {
 

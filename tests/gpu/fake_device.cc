@@ -14,18 +14,18 @@
 #include <vector>
 
 #include "common/status.h"
+#include "tests/gpu/fake_memory.h"
 #include "tests/gpu/fetch_reference.h"
 #include "tests/gpu/step_check.h"
 #include "tests/gpu/step_reference.h"
 #include "tests/gpu/tree_build_reference.h"
+#include "tests/gpu/turn_reference.h"
 
 namespace attnd::gpu::test {
 namespace {
 
 constexpr int kRubbish = 0xCD;
 constexpr size_t kAlignment = 256;
-
-absl::Status Fault() { return absl::InternalError("the fake device has failed"); }
 
 // Everything that what a step launches follows from.
 std::string KindOfStep(const StepRun& run) {
@@ -56,163 +56,7 @@ void Spoil(const KernelShape& shape, const StepHeader& header, const Faults& fau
   }
 }
 
-bool Inside(const std::map<const std::byte*, uint64_t>& blocks, const void* address,
-            uint64_t bytes) {
-  const auto* begin = static_cast<const std::byte*>(address);
-  auto block = blocks.upper_bound(begin);
-  if (block == blocks.begin()) return false;
-  --block;
-  return begin + bytes <= block->first + block->second;
-}
-
 }  // namespace
-
-void FakeControl::Set(const Faults& faults) {
-  MutexLock lock(mutex_);
-  faults_ = faults;
-}
-uint64_t FakeControl::allocations() const {
-  MutexLock lock(mutex_);
-  return memory_.size() + pinned_.size();
-}
-uint64_t FakeControl::steps() const {
-  MutexLock lock(mutex_);
-  return steps_;
-}
-uint64_t FakeControl::steps_behind_gates() const {
-  MutexLock lock(mutex_);
-  return steps_behind_gates_;
-}
-uint64_t FakeControl::turns() const {
-  MutexLock lock(mutex_);
-  return turns_;
-}
-std::vector<bool> FakeControl::runs_behind_gates() const {
-  MutexLock lock(mutex_);
-  return runs_behind_gates_;
-}
-uint64_t FakeControl::uploads() const {
-  MutexLock lock(mutex_);
-  return uploads_;
-}
-uint64_t FakeControl::builds() const {
-  MutexLock lock(mutex_);
-  return builds_;
-}
-uint64_t FakeControl::coop_units() const {
-  MutexLock lock(mutex_);
-  return coop_units_;
-}
-uint64_t FakeControl::empty_runs() const {
-  MutexLock lock(mutex_);
-  return empty_runs_;
-}
-uint64_t FakeControl::kinds() const {
-  MutexLock lock(mutex_);
-  return kinds_.size();
-}
-
-absl::Status FakeControl::Call() {
-  if (faults_.call != kNever && faults_.call-- == 0) {
-    faults_.call = kNever;
-    broken_ = true;
-  }
-  return broken_ ? Fault() : absl::OkStatus();
-}
-
-void FakeControl::HoldMaps(uint64_t after) {
-  MutexLock lock(mutex_);
-  maps_allowed_ = after;
-  maps_changed_.NotifyAll();
-}
-
-void FakeControl::AwaitHeldMap() {
-  MutexLock lock(mutex_);
-  while (maps_held_ == 0) maps_changed_.Wait(mutex_);
-}
-
-void FakeControl::AwaitMaps() {
-  ++maps_held_;
-  maps_changed_.NotifyAll();
-  while (maps_allowed_ == 0) maps_changed_.Wait(mutex_);
-  if (maps_allowed_ != kNever) --maps_allowed_;
-  --maps_held_;
-}
-
-uint64_t FakeControl::refused_maps() const {
-  MutexLock lock(mutex_);
-  return refused_maps_;
-}
-std::vector<std::thread::id> FakeControl::mappers() const {
-  MutexLock lock(mutex_);
-  return mappers_;
-}
-
-uint64_t FakeControl::mapped_bytes() const {
-  MutexLock lock(mutex_);
-  uint64_t bytes = 0;
-  for (const auto& [address, size] : mapped_) bytes += size;
-  return bytes;
-}
-
-bool FakeControl::Maps(const void* address, uint64_t bytes) const {
-  const auto* at = static_cast<const std::byte*>(address);
-  const std::byte* end = at + bytes;
-  while (at < end) {
-    auto part = mapped_.upper_bound(at);
-    if (part == mapped_.begin()) return false;
-    --part;
-    if (at >= part->first + part->second) return false;
-    at = part->first + part->second;
-  }
-  return true;
-}
-
-void FakeControl::TakeCache(const PageCacheRef& cache, const void* stream) {
-  const auto [user, taken] = cache_users_.insert({cache.sets, stream});
-  EXPECT_EQ(user->second, stream) << "two steps use one cache of pages at a time";
-}
-
-void FakeControl::ReleaseCaches(const void* stream) {
-  std::erase_if(cache_users_, [&](const auto& user) { return user.second == stream; });
-}
-
-void FakeControl::UseCache(const StepHeader& header, const void* stream) {
-  const uint32_t step = header.cache.clock->step;
-  const auto [last, first] = cache_steps_.insert({header.cache.sets, step});
-  if (header.carried != nullptr && header.carried->count > 0) {
-    EXPECT_TRUE(first || stream_steps_[stream] == step) << "a wave runs again as another step";
-  } else {
-    const bool again = missed_.contains(stream) && stream_steps_[stream] == step;
-    EXPECT_TRUE(first || last->second != step || again)
-        << "two steps of a cache of pages have one number";
-  }
-  stream_steps_[stream] = step;
-  last->second = step;
-  EXPECT_EQ(FetchReference(header), "");
-}
-
-void FakeControl::CheckNumbers(const StepHeader& header) {
-  for (uint32_t r = 0; r < header.rows; ++r) {
-    for (uint32_t s = 0; s < header.row_refs[r].segment_count; ++s) {
-      const SegmentRef& segment = header.segments[header.row_refs[r].segments_begin + s];
-      if (segment.first_page == 0) continue;
-      const uint64_t count = uint64_t{header.kv_heads} * segment.head_pages;
-      const std::byte* const at = segment.in_file != 0 ? nullptr : segment.pages;
-      const auto [own, added] = numbered_pages_.insert({segment.first_page, {count, at}});
-      EXPECT_EQ(own->second.count, count);
-      EXPECT_EQ(own->second.at, at) << "page " << segment.first_page;
-      const auto after = std::next(own);
-      EXPECT_TRUE(after == numbered_pages_.end() || own->first + count <= after->first);
-      EXPECT_TRUE(own == numbered_pages_.begin() ||
-                  std::prev(own)->first + std::prev(own)->second.count <= own->first);
-    }
-  }
-}
-
-bool FakeControl::Owns(const void* address, uint64_t bytes) const {
-  return Inside(memory_, address, bytes);
-}
 
 // Work is kept until Synchronize, or AwaitAnswer.
 class FakeStream : public Stream {
@@ -254,14 +98,19 @@ class FakeStream : public Stream {
       EXPECT_FALSE(run.timed);
       if (control_->faults_.no_gates) return false;
       if (gate->ring != nullptr) {
-        ExpectMapped(run, *gate);
+        ExpectTurn(
+            run, *gate,
+            {[this](const void* at, uint64_t bytes)
+                 ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->mapped_, at, bytes); },
+             [this](const void* at, uint64_t bytes)
+                 ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->pinned_, at, bytes); }});
         // All but the tokens may be read from now on.
         early_input_.assign(run.input, run.input + run.input_bytes);
       }
       // Whoever waits for a step that nobody lets begin would wait for ever.
       work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-        if (gate->ring != nullptr && Load(gate->ring) == gate->epoch) Take(run, gate);
-        ASSERT_TRUE(gate->taken != 0 || Load(&gate->open) != 0);
+        if (HasRung(*gate)) TakeTokens(run, early_input_, gate);
+        ASSERT_TRUE(gate->taken != 0 || LoadWord(&gate->open) != 0);
       });
     }
     gate_ = gate;
@@ -279,7 +128,7 @@ class FakeStream : public Stream {
   // Takes a client's tokens before the rest of the step is done.
   bool AwaitTaken(StepGate* gate) override {
     MutexLock lock(control_->mutex_);
-    if (control_->faults_.takes_late || Load(gate->ring) != gate->epoch) return false;
+    if (control_->faults_.takes_late || !HasRung(*gate)) return false;
     work_.front()();
     work_.erase(work_.begin());
     return gate->taken != 0;
@@ -352,50 +201,6 @@ class FakeStream : public Stream {
   }
 
  private:
-  static uint32_t Load(const uint32_t* word) {
-    return std::atomic_ref(*const_cast<uint32_t*>(word)).load(std::memory_order_acquire);
-  }
-  // The client's memory, as far as a step that takes its turn touches it.
-  void ExpectMapped(const StepRun& run, const StepGate& gate)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(control_->mutex_) {
-    const auto mapped = [&](const void* address, uint64_t bytes) {
-      return Inside(control_->mapped_, address, bytes);
-    };
-    EXPECT_TRUE(mapped(gate.ring, sizeof(*gate.ring)));
-    for (uint32_t i = 0; i < gate.moves_count; ++i) {
-      EXPECT_TRUE(mapped(gate.tokens + uint64_t{gate.moves[i].from} * kMoveBytes, kMoveBytes));
-      EXPECT_LE((uint64_t{gate.moves[i].to} + 1) * kMoveBytes, run.input_bytes);
-    }
-    EXPECT_EQ(gate.answer.taken, 1u);
-    EXPECT_EQ(gate.answer.allowed, 0u);
-    const StepHeader& header = run.header;
-    const uint64_t lanes = uint64_t{header.query_tokens} * header.kv_heads * header.group;
-    const uint64_t out_bytes =
-        lanes * header.value_dim * DTypeBytes(static_cast<DType>(header.out_dtype));
-    EXPECT_TRUE(mapped(gate.answer.out, out_bytes) ||
-                Inside(control_->pinned_, gate.answer.out, out_bytes));
-    EXPECT_TRUE(gate.answer.lse == nullptr || mapped(gate.answer.lse, lanes * sizeof(float)));
-    EXPECT_TRUE(gate.answer.turn == nullptr || mapped(gate.answer.turn, sizeof(uint64_t)));
-  }
-  void Take(const StepRun& run, StepGate* gate) {
-    std::copy(early_input_.begin(), early_input_.end(), run.input);
-    for (uint32_t i = 0; i < gate->moves_count; ++i) {
-      std::memcpy(run.input + uint64_t{gate->moves[i].to} * kMoveBytes,
-                  gate->tokens + uint64_t{gate->moves[i].from} * kMoveBytes, kMoveBytes);
-    }
-    gate->taken = 1;
-  }
-  // The second lse, and what AnswerSignal::answered becomes.
-  static uint32_t TellClient(const StepHeader& header) {
-    const AnswerPlaces& places = *header.answer;
-    const uint64_t lanes = uint64_t{header.query_tokens} * header.kv_heads * header.group;
-    if (places.lse != nullptr) std::copy_n(header.lse, lanes, places.lse);
-    const bool flawless =
-        std::all_of(header.lse, header.lse + lanes, [](float lse) { return std::isfinite(lse); });
-    if (places.turn == nullptr || places.allowed == 0 || !flawless) return kAnswered;
-    std::atomic_ref(*places.turn).store(places.epoch, std::memory_order_release);
-    return kAnsweredAndTold;
-  }
   absl::Status LaunchStep(const StepRun& run) {
     EXPECT_FALSE(busy_) << "the buffers may still be in use";
     MutexLock lock(control_->mutex_);
@@ -415,7 +220,7 @@ class FakeStream : public Stream {
       control_->runs_behind_gates_.push_back(gate != nullptr);
       if (gate != nullptr && gate->taken != 0) {
         *run.header.answer = gate->answer;
-        run.header.answer->allowed = Load(&gate->allowed);
+        run.header.answer->allowed = LoadWord(&gate->allowed);
         control_->turns_ += 1;
       }
       const StepHeader& header = run.header;

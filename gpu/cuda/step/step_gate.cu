@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/host_memory.cuh"
 #include "gpu/cuda/launch.h"
-#include "gpu/cuda/step_gate.h"
+#include "gpu/cuda/step/step_gate.h"
 
 namespace attnd::gpu::cuda {
 namespace {

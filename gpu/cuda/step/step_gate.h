@@ -2,8 +2,8 @@
 //
 // Kernels of a step that waits for its queries: what is enqueued behind them begins when the host,
 // or a client, says so, without a call into CUDA (Stream::RunStepBehind).
-#ifndef ATTND_GPU_CUDA_STEP_GATE_H_
-#define ATTND_GPU_CUDA_STEP_GATE_H_
+#ifndef ATTND_GPU_CUDA_STEP_STEP_GATE_H_
+#define ATTND_GPU_CUDA_STEP_STEP_GATE_H_
 
 #include <cuda_runtime_api.h>
 
@@ -36,4 +36,4 @@ cudaError_t LaunchTaken(StepGate* gate, const GatedInput& input, cudaStream_t st
 
 }  // namespace attnd::gpu::cuda
 
-#endif  // ATTND_GPU_CUDA_STEP_GATE_H_
+#endif  // ATTND_GPU_CUDA_STEP_STEP_GATE_H_
