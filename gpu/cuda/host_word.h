@@ -13,8 +13,9 @@ namespace attnd::gpu {
 // How long a step's answer is looked for before the host waits for the stream.
 inline constexpr std::chrono::milliseconds kAnswerLook{2};
 
-// How long the host looks for a client's tokens, which the GPU takes at once if it is free.
-inline constexpr std::chrono::microseconds kTakenLook{500};
+// How long the host looks for a client's tokens, which the GPU takes at once unless others' kernels
+// fill it. What is not taken by then is given up, and asked for anew.
+inline constexpr std::chrono::milliseconds kTakenLook{5};
 
 // Looks at the word without a pause until it is not 0. False if it still is after `at_most`. What
 // the GPU wrote before the word is there then.

@@ -89,7 +89,7 @@ class Stream {
   // not timed.
   virtual absl::StatusOr<bool> RunStepBehind(const StepRun& run, StepGate* gate) = 0;
   // Of a step whose gate a client has opened: whether it has set StepGate::taken within some
-  // hundred microseconds.
+  // milliseconds.
   virtual bool AwaitTaken(StepGate* gate) = 0;
   // Waits until the step under way has set AnswerSignal::answered, this word; or for all work of
   // the stream, whose error it gives. All that the step has written to the host is there then.
