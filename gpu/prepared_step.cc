@@ -23,6 +23,13 @@ bool AreSame(const StepRow& a, const StepRow& b) {
          a.final_out.dtype == b.final_out.dtype;
 }
 
+// Of a row's final_out.
+uint64_t OutBytes(const StepRow& row) {
+  const ModelShape& shape = row.view->shape;
+  return uint64_t{row.query_tokens} * shape.query_heads * shape.value_dim *
+         DTypeBytes(row.final_out.dtype);
+}
+
 StepRequest Expected(uint32_t layer, std::span<const StepRow> rows) {
   StepRequest request;
   request.layer = layer;
@@ -64,31 +71,23 @@ bool PreparedDeviceStep::IsFor(const StepRequest& request) const {
       request.rows.size() != rows_.size() || request.plans != nullptr) {
     return false;
   }
+  const std::byte* out = client_out_;
   for (size_t row = 0; row < rows_.size(); ++row) {
     if (!AreSame(request.rows[row], rows_[row])) return false;
     // Of the same message as k and v.
     if (takes_turn_ && request.rows[row].queries != rows_[row].queries) return false;
-    if (client_out_ != nullptr && !AnswersThere(request, row)) return false;
+    if (out == nullptr) continue;
+    if (request.rows[row].final_out.to != out) return false;  // the device writes there
+    out += OutBytes(request.rows[row]);
   }
   return !takes_turn_ || step_->has_begun();
-}
-
-bool PreparedDeviceStep::AnswersThere(const StepRequest& request, size_t row) const {
-  const ModelShape& shape = request.rows[row].view->shape;
-  uint64_t tokens = 0;
-  for (const StepRow& before : request.rows.first(row)) tokens += before.query_tokens;
-  const StepRow::FinalOut& out = request.rows[row].final_out;
-  return out.to ==
-         client_out_ + tokens * shape.query_heads * shape.value_dim * DTypeBytes(out.dtype);
 }
 
 absl::Status PreparedDeviceStep::Run(const StepRequest& request) {
   rows_.assign(request.rows.begin(), request.rows.end());
   request_ = request;
   request_.rows = rows_;
-  absl::Status run = step_->RunPrepared();
-  has_told_ = step_->has_told();
-  return run;
+  return step_->RunPrepared();
 }
 
 }  // namespace attnd::gpu

@@ -28,7 +28,7 @@ class PreparedDeviceStep final : public attention::PreparedStep {
   absl::StatusOr<bool> Prepare(const attention::ClientTurn* turn);
   bool takes_turn() const override { return takes_turn_; }
   bool HasBegunWith(std::span<const attention::RowTokens> rows) override;
-  bool has_told() const override { return has_told_; }
+  bool has_told() const override { return step_.has_value() && step_->has_told(); }
   void GiveUp() override;
 
   // Whether the request is for the step that was expected, with all that was open then, and, if it
@@ -40,11 +40,7 @@ class PreparedDeviceStep final : public attention::PreparedStep {
   DeviceStep* step() { return &*step_; }
 
  private:
-  // Whether a row's out, number `row` of the request, is to be where the device writes it.
-  bool AnswersThere(const attention::StepRequest& request, size_t row) const;
-
   bool takes_turn_ = false;
-  bool has_told_ = false;
   const std::byte* client_out_ = nullptr;                   // of the turn
   std::vector<attention::StepRow> rows_;                    // their queries: from HasBegunWith on
   attention::StepRequest request_;                          // of rows_

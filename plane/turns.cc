@@ -21,7 +21,7 @@ bool IsSet(const std::atomic<bool>* flag) { return flag != nullptr && flag->load
 
 absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
   CHECK_LT(layer_, layers_) << "a turn of a pass that is over";
-  const uint32_t epoch = first_epoch_ + layer_, before = epoch - 1;
+  const uint32_t epoch = this->epoch(), before = epoch - 1;
   // Of a pass that was declared ahead the word may still be the pass's before.
   const uint32_t behind_max = layer_ == 0 && wait.waiting == Waiting::kLooking ? kBehindMax : 1;
   std::chrono::microseconds spin = wait.spin;
@@ -52,7 +52,8 @@ absl::Status ServerTurns::AwaitRing(const Wait& wait) const {
 
 void ServerTurns::Answer(uint32_t failed_rows) {
   CHECK_LT(layer_, layers_) << "an answer of a pass that is over";
-  Write(first_epoch_ + layer_++, failed_rows);
+  Write(epoch(), failed_rows);
+  ++layer_;
 }
 
 void ServerTurns::NoteAnswer() {

@@ -15,10 +15,10 @@
 // A word is written last and with release, and read with acquire, so that a side that sees an
 // epoch also sees the data that it stands for. After a write the writer wakes the futex of the
 // word, unless the writer is a GPU: a client's (PassMemory.device_rings), for which the server
-// looks, or the server's, which tells such clients alone. An epoch
-// names one layer of one pass: what a word has been left at by an earlier pass, or by a replay of
-// an earlier graph, is never taken for a turn. So a client whose GPU rings may declare a pass while
-// the server answers the one before, whose rings the word still has.
+// looks, or the server's, which tells such clients alone. An epoch names one layer of one pass:
+// what a word has been left at by an earlier pass, or by a replay of an earlier graph, is never
+// taken for a turn. So a client whose GPU rings may declare a pass while the server answers the one
+// before, whose rings the word still has.
 //
 // Both words lie in memory that the client can write at any time. So the server believes `ring`
 // only where it is the epoch that the server waits for, and never reads back what the server wrote.

@@ -39,8 +39,8 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   }
   if (writer_.off_device()) return false;  // there is a cache now
   ATTND_ASSIGN_OR_RETURN(run_, WriteWave());
+  context_->gate()->ring = nullptr;
   const bool has_ring = turn != nullptr && writer_.WriteTurn(*turn, context_->gate());
-  if (!has_ring) context_->gate()->ring = nullptr;
   ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run_));
   if (waits) launched_ = Launched::kWaits;
   takes_turn_ = waits && has_ring;

@@ -238,7 +238,6 @@ void StepWriter::WriteTokens(std::byte* input) const {
 }
 
 bool StepWriter::WriteTurn(const attention::ClientTurn& turn, StepGate* gate) {
-  gate->ring = nullptr;
   if (!UploadsAppended()) return false;
   const std::byte* const tokens = FirstOf(turn.tokens);
   uint32_t count = 0;

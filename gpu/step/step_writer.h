@@ -88,7 +88,7 @@ class StepWriter {
   // After Write: fills in the queries and what uploads point at.
   void WriteTokens(std::byte* input) const;
   // In place of WriteTokens: has the step take its tokens from a client's memory. Each part must be
-  // a whole row. False, and the gate is the host's alone, if the wave uploads other tokens than the
+  // a whole row. False, and the gate has no ring by it, if the wave uploads other tokens than the
   // rows append, if there are too many, or if they do not lie as StepGate has them.
   bool WriteTurn(const attention::ClientTurn& turn, StepGate* gate);
   // Whether the input has these tokens, of each row by its number: as a message's tensors have

@@ -192,7 +192,11 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
     const bool tells_first = waiting_ == plane::Waiting::kWoken || !times.status.ok();
     if (tells_first) ReportLayer(times, *result);
     ATTND_RETURN_IF_ERROR(times.status);
-    result->told_client ? turns_.NoteAnswer() : turns_.Answer(failed_rows_);
+    if (result->told_client) {
+      turns_.NoteAnswer();
+    } else {
+      turns_.Answer(failed_rows_);
+    }
     PrepareLayer(pass);
     if (!tells_first) ReportLayer(times, *result);
   }
@@ -203,12 +207,9 @@ absl::Status MemoryPass::RunLayers(engine::Pass* pass, engine::DecodeResult* res
 void MemoryPass::PrepareLayer(engine::Pass* pass) {
   const bool last = pass->layer() == stream_.options->layers;
   const bool prepares = !last && *RingIsPrompt();
-  if (prepares && region_.device_sees()) {
-    const engine::ClientLayer client = InMemory(pass->layer());
-    prepared_ = pass->PrepareNextLayer(&client);
-  } else {
-    prepared_ = prepares && pass->PrepareNextLayer(nullptr);
-  }
+  std::optional<engine::ClientLayer> client;
+  if (prepares && region_.device_sees()) client = InMemory(pass->layer());
+  prepared_ = prepares && pass->PrepareNextLayer(client.has_value() ? &*client : nullptr);
   if (!prepared_) pass->ForgetNextLayer();
   pass->WarmNextLayer();
   if (!last) BlankAnswer();

@@ -6,26 +6,24 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <span>
 #include <vector>
 
 #include "attention/backend.h"
 #include "tests/attention/support.h"
+#include "tests/shared_pages.h"
 
 namespace attnd::attention::test {
 
+using attnd::test::SharedPages;
+
 class ClientMemory {
  public:
-  // Whole pages of memory, zeros, which goes with the pointer.
-  using Allocate = std::function<std::shared_ptr<std::byte>(size_t bytes)>;
-  static std::shared_ptr<std::byte> FromTheHost(size_t bytes);
-
   // What each row's message brings lies there from the start; the client has not rung. There are
   // places for the answer if the rows have a final_dtype.
   ClientMemory(const Backend& backend, std::span<const TestRow> rows,
-               const std::vector<RowMessage>& messages, const Allocate& allocate = FromTheHost);
+               const std::vector<RowMessage>& messages,
+               const SharedPages::Allocate& allocate = SharedPages::FromTheHost);
 
   const ClientTurn& turn() const { return turn_; }
   std::span<const RowTokens> tokens() const { return tokens_; }
@@ -44,10 +42,11 @@ class ClientMemory {
   static constexpr uint32_t kEpoch = 41;
   static constexpr uint64_t kUntold = 0x700000028;
 
-  std::shared_ptr<std::byte> memory_;
-  std::shared_ptr<const void> mapping_;  // before memory_ goes
-  uint32_t* ring_ = nullptr;
-  uint64_t* answer_ = nullptr;
+  const std::byte* Place(const std::vector<std::byte>& bytes);
+
+  SharedPages pages_;
+  uint32_t* const ring_;
+  uint64_t* const answer_;
   std::vector<RowTokens> tokens_;
   std::vector<std::span<std::byte>> tensors_;
   std::span<const float> lse_;

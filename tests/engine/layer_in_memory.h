@@ -11,13 +11,12 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "engine/pass.h"
 #include "tests/engine/support.h"
+#include "tests/shared_pages.h"
 
 namespace attnd::engine::test {
 
@@ -26,38 +25,33 @@ class LayerInMemory {
   // The message's tensors are there; the client has not rung. final_dtype: of the answer; floats
   // have no place there.
   LayerInMemory(const attention::Backend& backend, const Message& message, DType final_dtype)
-      : message_(message) {
-    const DecodeArgs& args = message.args;
-    const uint64_t lanes = args.q.elements / args.q_head_dim;
-    const uint64_t out_bytes = lanes * args.v_value_dim * DTypeBytes(final_dtype);
-    const uint64_t bytes = (4 * kPage + BytesOf(args.q) + BytesOf(args.k) + BytesOf(args.v) +
-                            out_bytes + lanes * sizeof(float)) /
-                           kPage * kPage;
-    memory_.reset(static_cast<std::byte*>(std::aligned_alloc(kPage, bytes)));
-    std::memset(memory_.get(), 0, bytes);
-    mapping_ = backend.MapMemory(memory_.get(), bytes);
-    ring_ = reinterpret_cast<uint32_t*>(Take(sizeof(uint32_t)));
-    answer_ = reinterpret_cast<uint64_t*>(Take(sizeof(uint64_t)));
+      : message_(message),
+        pages_(backend,
+               BytesOf(message.args.q) + BytesOf(message.args.k) + BytesOf(message.args.v) +
+                   OutBytes(message.args, final_dtype) + LanesOf(message.args) * sizeof(float),
+               /*pieces=*/7),
+        ring_(reinterpret_cast<uint32_t*>(pages_.Take(sizeof(uint32_t)))),
+        answer_(reinterpret_cast<uint64_t*>(pages_.Take(sizeof(uint64_t)))) {
     *ring_ = kEpoch - 1;
-    layer_.args = args;
+    layer_.args = message.args;
     layer_.args.final_dtype = final_dtype;
     for (TensorView DecodeArgs::*tensor : {&DecodeArgs::q, &DecodeArgs::k, &DecodeArgs::v}) {
       TensorView& view = layer_.args.*tensor;
       if (view.elements == 0) continue;
-      std::byte* const at = Take(BytesOf(view));
+      std::byte* const at = pages_.Take(BytesOf(view));
       std::memcpy(at, view.data, BytesOf(view));
       view.data = at;
     }
     layer_.ring = ring_;
     layer_.epoch = kEpoch;
     if (final_dtype == DType::kFp32) return;
-    layer_.out = Take(out_bytes);
-    layer_.lse = reinterpret_cast<float*>(Take(lanes * sizeof(float)));
+    layer_.out = pages_.Take(OutBytes(message.args, final_dtype));
+    layer_.lse = reinterpret_cast<float*>(pages_.Take(LanesOf(message.args) * sizeof(float)));
     layer_.answer = answer_;
   }
 
   // For Pass::PrepareNextLayer; null if nothing maps the memory.
-  const ClientLayer* layer() const { return mapping_ != nullptr ? &layer_ : nullptr; }
+  const ClientLayer* layer() const { return pages_.device_sees() ? &layer_ : nullptr; }
 
   // The client rings, and the step brings the message. If the client has been told, all that it
   // has is the answer.
@@ -105,14 +99,12 @@ class LayerInMemory {
   }
 
  private:
-  static constexpr uint64_t kPage = 4096, kAlignment = 64;
   static constexpr uint32_t kEpoch = 3;
 
   static uint64_t BytesOf(const TensorView& view) { return view.elements * DTypeBytes(view.dtype); }
-  std::byte* Take(uint64_t bytes) {
-    std::byte* const at = memory_.get() + taken_;
-    taken_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    return at;
+  static uint64_t LanesOf(const DecodeArgs& args) { return args.q.elements / args.q_head_dim; }
+  static uint64_t OutBytes(const DecodeArgs& args, DType dtype) {
+    return LanesOf(args) * args.v_value_dim * DTypeBytes(dtype);
   }
   void ExpectAnswers(const Answer& answer) const {
     for (const DecodeRowResult& row : answer.result.rows) {
@@ -126,15 +118,10 @@ class LayerInMemory {
     for (const float x : out) ASSERT_TRUE(std::isfinite(x));
   }
 
-  struct Free {
-    void operator()(std::byte* memory) const { std::free(memory); }
-  };
   const Message& message_;
-  std::unique_ptr<std::byte, Free> memory_;
-  std::shared_ptr<const void> mapping_;  // goes before memory_
-  uint64_t taken_ = 0;
-  uint32_t* ring_ = nullptr;
-  uint64_t* answer_ = nullptr;
+  attnd::test::SharedPages pages_;
+  uint32_t* const ring_;
+  uint64_t* const answer_;
   ClientLayer layer_;
 };
 

@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "gpu/prepared_step.h"
@@ -36,6 +35,7 @@ using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
+using attnd::test::SharedPages;
 
 // Bit by bit what a step answers that comes after it, and that is right.
 void ExpectRight(const FakeBackend& fake, const std::vector<TestRow>& rows,
@@ -354,7 +354,7 @@ TEST(BegunStep, ManyTokensBeginWhenTheHostSaysSo) {
 // cannot, steps are prepared as without a client.
 TEST(BegunStep, MemoryIsMappedForTheDevice) {
   constexpr size_t kBytes = 8192;
-  const auto memory = ClientMemory::FromTheHost(kBytes);
+  const auto memory = SharedPages::FromTheHost(kBytes);
   const FakeBackend fake = MakePreparingBackend();
   auto mapping = fake.backend->MapMemory(memory.get(), kBytes);
   EXPECT_NE(mapping, nullptr);

@@ -35,7 +35,9 @@ unsigned long long Nanos() {
       std::chrono::steady_clock::now().time_since_epoch().count());
 }
 unsigned LoadAcquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-void Store(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
+void StoreRelaxed(unsigned* word, unsigned value) {
+  __atomic_store_n(word, value, __ATOMIC_RELAXED);
+}
 unsigned long long LoadAcquire(const unsigned long long* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }

@@ -42,6 +42,19 @@ __device__ __forceinline__ void CopyInput(uint4* to, const uint4* from, uint32_t
       [&](uint32_t i, const uint4& quad) { to[i] = quad; });
 }
 
+// By the whole thread block; a barrier is to follow.
+template <uint32_t kThreads>
+__device__ __forceinline__ void LoadMoves(const StepGate* gate, TokenMove (&moves)[kMovesMax]) {
+  for (uint32_t i = threadIdx.x; i < gate->moves_count; i += kThreads) {
+    const uint2 move = LoadHost(reinterpret_cast<const uint2*>(gate->moves) + i);
+    moves[i] = {move.x, move.y};
+  }
+}
+// Where quad `i` of all moves lies, on one side of its move.
+__device__ __forceinline__ uint32_t QuadAt(uint32_t side, uint32_t i) {
+  return side * kMoveQuads + i % kMoveQuads;
+}
+
 // By one thread. Whether the client has opened the gate.
 __device__ __forceinline__ bool AwaitGate(const StepGate* gate, const uint32_t* ring,
                                           uint32_t epoch) {
@@ -66,10 +79,7 @@ __global__ void __launch_bounds__(kGateThreads)
   const auto* const client = reinterpret_cast<const uint4*>(gate->tokens);
   const AnswerPlaces places = gate->answer;
   if (ring != nullptr) {  // all that can be done before
-    for (uint32_t i = threadIdx.x; i < gate->moves_count; i += kGateThreads) {
-      const uint2 move = LoadHost(reinterpret_cast<const uint2*>(gate->moves) + i);
-      moves[i] = {move.x, move.y};
-    }
+    LoadMoves<kGateThreads>(gate, moves);
     CopyInput(to, from, count);
   }
   __syncthreads();
@@ -79,24 +89,22 @@ __global__ void __launch_bounds__(kGateThreads)
     CopyInput(to, from, count);
     return;
   }
-  const auto quad_at = [](uint32_t move, uint32_t i) { return move * kMoveQuads + i % kMoveQuads; };
   CopyQuads<kGateThreads, kTokensAtOnce>(
-      tokens, [&](uint32_t i) { return LoadHost(client + quad_at(moves[i / kMoveQuads].from, i)); },
-      [&](uint32_t i, const uint4& quad) { to[quad_at(moves[i / kMoveQuads].to, i)] = quad; });
+      tokens, [&](uint32_t i) { return LoadHost(client + QuadAt(moves[i / kMoveQuads].from, i)); },
+      [&](uint32_t i, const uint4& quad) { to[QuadAt(moves[i / kMoveQuads].to, i)] = quad; });
   if (threadIdx.x == 0) *answer = places;
 }
 
 __global__ void __launch_bounds__(kTakenThreads)
     TakenKernel(StepGate* gate, uint4* host, const uint4* device, AnswerPlaces* answer) {
   if (answer->taken == 0) return;
-  const auto* const moves = reinterpret_cast<const uint2*>(gate->moves);
-  const auto to = [&](uint32_t i) {
-    return LoadHost(moves + i / kMoveQuads).y * kMoveQuads + i % kMoveQuads;
-  };
-  for (uint32_t i = threadIdx.x; i < gate->moves_count * kMoveQuads; i += kTakenThreads) {
-    const uint32_t at = to(i);
-    host[at] = device[at];
-  }
+  __shared__ TokenMove moves[kMovesMax];
+  LoadMoves<kTakenThreads>(gate, moves);
+  __syncthreads();
+  const auto at = [&](uint32_t i) { return QuadAt(moves[i / kMoveQuads].to, i); };
+  CopyQuads<kTakenThreads, kTokensAtOnce>(
+      gate->moves_count * kMoveQuads, [&](uint32_t i) { return device[at(i)]; },
+      [&](uint32_t i, const uint4& quad) { host[at(i)] = quad; });
   FenceForHost();
   __syncthreads();
   if (threadIdx.x != 0) return;

@@ -65,7 +65,7 @@ __device__ void StoreRelease(unsigned* word, unsigned value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
 }
 // Of what no other write needs to be seen before.
-__device__ void Store(unsigned* word, unsigned value) {
+__device__ void StoreRelaxed(unsigned* word, unsigned value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
 }
 // Of memory that the host writes.
@@ -333,7 +333,9 @@ ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
   if (!words->open) return;
   words->next_layer = layer.layer + 1;
   const u32 done = words->first_epoch + layer.layer;
-  if (words->next_layer < words->layers && failure == kNone) return Store(&control->done, done);
+  if (words->next_layer < words->layers && failure == kNone) {
+    return StoreRelaxed(&control->done, done);
+  }
   if (words->next_layer >= words->layers) {
     words->open = 0;
     // Nothing writes the word anew before the next pass's first ring.
