@@ -307,7 +307,7 @@ class Backend {
   // Gets ready for a step that is expected at once, so that its answer comes sooner: the rows'
   // views have room for the tokens that they append, which need not have been written, and there
   // are no queries and buffers yet. Null: there is nothing to get ready, or no room. The caller
-  // gives up what it does not use within a millisecond or so: it may hold up others. turn: where
+  // gives up what it does not use within a few milliseconds: it may hold up others. turn: where
   // the step may find its tokens and leave its answer by itself; null: nowhere. All of it must stay
   // until the step has ended.
   virtual std::unique_ptr<PreparedStep> Prepare(const StepRequest& /*request*/,

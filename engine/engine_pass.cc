@@ -66,7 +66,10 @@ class EngineImpl::PassImpl final : public Pass {
     };
     spent_ = std::move(prepared_);
     // Before its tokens are appended, and others may read them.
-    if (spent_ != nullptr && spent_->takes_turn() && !HasBegunWith(args)) spent_->GiveUp();
+    if (spent_ != nullptr && spent_->takes_turn() && !HasBegunWith(args)) {
+      spent_->GiveUp();
+      turned_in_vain_ = true;
+    }
     absl::Status status = engine_->RunStep(step, memory, &batch, prepare, result, spent_.get());
     result->told_client = spent_ != nullptr && spent_->has_told();
     expected_ = batch.TakeExpectedRows();
@@ -191,26 +194,42 @@ class EngineImpl::PassImpl final : public Pass {
 
   // Whether a device may begin with the client's tokens by itself, before they are checked and
   // appended, which goes on beside it. Not where a row repeats tokens, or brings them where others
-  // were given up: somebody may read those meanwhile, and may be bringing them to the device.
+  // were given up, or where another stream may still come first: somebody may read those meanwhile,
+  // and may be bringing them to the device. Nor again where the device has been in vain for it.
   bool TakesTurn(const ClientLayer& client, std::vector<attention::RowTokens>* tokens,
                  attention::ClientTurn* turn) const {
+    if (turned_in_vain_) return false;
     for (size_t i = 0; i < expected_.rows.size(); ++i) {
       const attention::StepRow& row = expected_.rows[i];
-      if (!row.query_only && !expected_.sequences[i]->IsNext(layer_, row.past_tokens)) return false;
+      if (row.query_only) continue;
+      if (!expected_.sequences[i]->IsNextOf(writer_, layer_, row.past_tokens)) return false;
     }
     *tokens = DecodeBatch::TokensOf(expected_, client.args);
     if (tokens->empty()) return false;
     turn->ring = client.ring;
     turn->epoch = client.epoch;
     turn->tokens = *tokens;
-    // Rows that have left the pass have a place in the client's out, and none in the step's.
-    const bool all = expected_.rows.size() == rows_.size();
-    const DType dtype = expected_.rows.front().final_out.dtype;
-    if (client.out == nullptr || !all || dtype == DType::kFp32) return true;
-    turn->out = client.out;
-    turn->lse = client.lse;
-    turn->answer = client.answer;
+    if (!HasPlaceFor(expected_.rows, client)) return true;
+    turn->out = client.out.data();
+    turn->lse = client.lse.data();
+    // The last layer's answer says that the tokens are committed, which they are behind its step.
+    if (layer_ + 1 < layers_) turn->answer = client.answer;
     return true;
+  }
+
+  // Whether the device may leave the answer there. Rows that have left the pass have a place in the
+  // client's out, and none in the step's.
+  bool HasPlaceFor(std::span<const attention::StepRow> rows, const ClientLayer& client) const {
+    const DType dtype = rows.front().final_out.dtype;
+    if (client.out.empty() || rows.size() != rows_.size() || dtype == DType::kFp32) return false;
+    uint64_t lanes = 0, numbers = 0;
+    for (const attention::StepRow& row : rows) {
+      const ModelShape& shape = row.view->shape;
+      lanes += uint64_t{row.query_tokens} * shape.query_heads;
+      numbers += uint64_t{row.query_tokens} * shape.query_heads * shape.value_dim;
+    }
+    return numbers * DTypeBytes(dtype) <= client.out.size() &&
+           (client.lse.empty() || lanes <= client.lse.size());
   }
 
   // Of what is spent, and takes its client's turn.
@@ -297,6 +316,9 @@ class EngineImpl::PassImpl final : public Pass {
   // the last one, whose end need not hold up its answer. Null: nothing.
   std::unique_ptr<attention::PreparedStep> prepared_, spent_;
   uint32_t layer_ = 0;
+  // A device has not seen the client's ring in time, or not the tokens that came: it is not waited
+  // for again.
+  bool turned_in_vain_ = false;
   bool given_up_ = false;
 };
 

@@ -5,7 +5,9 @@
 #ifndef ATTND_ENGINE_PASS_H_
 #define ATTND_ENGINE_PASS_H_
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "absl/status/status.h"
 #include "engine/answer_memory.h"
@@ -13,15 +15,17 @@
 
 namespace attnd::engine {
 
-// Where a client's memory will have the next layer's tensors, and is to have its answer. The
-// engine's backend has mapped it (Backend::MapMemory), and attention::ClientTurn says what it does
-// there.
+// Where a client's memory will have the next layer's tensors, and is to have its answer, none of
+// which overlaps what else is named here. The engine's backend has mapped it (Backend::MapMemory),
+// and attention::ClientTurn says what it does there.
 struct ClientLayer {
   DecodeArgs args;  // their data may change at any time
   const uint32_t* ring = nullptr;
   uint32_t epoch = 0;
-  std::byte* out = nullptr;  // AnswerBuffers::final_out of the step; null: it has none
-  float* lse = nullptr;      // beside AnswerBuffers::lse
+  // AnswerBuffers::final_out of the step; empty: it has none. Of a greater answer the caller learns
+  // by the step.
+  std::span<std::byte> out = {};
+  std::span<float> lse = {};  // beside AnswerBuffers::lse; empty: not wanted
   uint64_t* answer = nullptr;
 };
 

@@ -155,9 +155,10 @@ class Sequence {
   // is then unchanged. One of the two calls below ends the pass, before ReleaseWriter.
   absl::Status BeginPass(WriterId writer, uint64_t position, uint64_t tokens);
   void CompletePass(WriterId writer);
-  // Whether `position` is the layer's next one, and nothing has been given up there, which others
-  // may still read: so that nobody has what comes there.
-  bool IsNext(uint32_t layer, uint64_t position);
+  // Whether this writer alone appends, `position` is the layer's next one, and nothing has been
+  // given up there, which others may still read: so that nobody else has, or comes to have, what
+  // comes there. The writer of a stream's first step is not known before it has appended.
+  bool IsNextOf(WriterId writer, uint32_t layer, uint64_t position);
   // What a step of a pass that has been declared will read, which appends up to `end`, if its
   // position is the layer's next one and nothing changes until then. Null if it is not, if
   // something was given up there, or if a truncation has taken the room for its tokens.

@@ -38,9 +38,9 @@ void Sequence::CompletePass(WriterId writer) {
   if (pass != passes_.end()) passes_.erase(pass);
 }
 
-bool Sequence::IsNext(uint32_t layer, uint64_t position) {
+bool Sequence::IsNextOf(WriterId writer, uint32_t layer, uint64_t position) {
   MutexLock lock(mutex_);
-  return NothingIsAt(layer, position);
+  return writer_ == writer && NothingIsAt(layer, position);
 }
 
 bool Sequence::NothingIsAt(uint32_t layer, uint64_t position) const {

@@ -129,9 +129,10 @@ class Device {
   // own addresses.
   virtual absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) = 0;
   virtual void FreePinned(std::byte* memory) = 0;
-  // Whether kernels can read host memory that others have allocated; a constant of the device.
+  // Whether kernels can use host memory that others have allocated; a constant of the device.
   virtual bool maps_host_memory() const = 0;
-  // Lets kernels read `bytes` of host memory at the host's own addresses, until it is unmapped. The
+  // Lets kernels use `bytes` of host memory at the host's own addresses, until it is unmapped: read
+  // it, and write it where it may be written. The
   // range consists of whole pages of the system's, none of which is mapped already. It takes some
   // 0.3 s a GiB. ResourceExhausted if the system does not let it be pinned.
   virtual absl::Status MapHostMemory(const std::byte* memory, size_t bytes) = 0;

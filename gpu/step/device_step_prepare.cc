@@ -87,12 +87,12 @@ absl::Status DeviceStep::RunPrepared() {
   }
   launched_ = Launched::kNot;
   const absl::Status ran = context_->AwaitStep(run_);
-  if (absl::IsResourceExhausted(ran)) {  // the device's own; it can be used further
+  has_told_ = context_->has_told();
+  if (absl::IsResourceExhausted(ran) && !has_told_) {  // the device's own; it can be used further
     LeaveWaveOver(attention::Fallback::kScratch);
     return absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(ran);
-  has_told_ = context_->has_told();
   ATTND_RETURN_IF_ERROR(TakeResults(std::nullopt));
   context_->counts()->steps_ahead.fetch_add(1, std::memory_order_relaxed);
   context_->counts()->steps_told.fetch_add(has_told_ ? 1 : 0, std::memory_order_release);

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -245,7 +244,7 @@ bool StepWriter::WriteTurn(const attention::ClientTurn& turn, StepGate* gate) {
   ForTokensOf(turn.tokens, [&](uint64_t to, const std::byte* from, uint64_t bytes) {
     const auto apart = static_cast<uint64_t>(from - tokens);
     fits = fits && (apart | to | bytes) % kMoveBytes == 0 &&
-           apart / kMoveBytes <= std::numeric_limits<uint32_t>::max() - bytes / kMoveBytes &&
+           apart / kMoveBytes <= kMovesEnd - bytes / kMoveBytes &&
            bytes / kMoveBytes <= kMovesMax - count;
     for (uint64_t at = 0; fits && at < bytes; at += kMoveBytes) {
       gate->moves[count++] = {Narrow((apart + at) / kMoveBytes), Narrow((to + at) / kMoveBytes)};

@@ -2,6 +2,7 @@
 #include "server/calls/memory_pass.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -291,11 +292,24 @@ engine::ClientLayer MemoryPass::InMemory(uint32_t layer) const {
   client.ring = turns_.ring();
   client.epoch = turns_.epoch();
   if (stream_.step->output_dtype == DType::kFp32) return client;
-  client.out = OutOf(layer);
-  if (stream_.options->want_lse) client.lse = LseOf(layer);
+  const std::span out(OutOf(layer),
+                      declared_.out_floats() * DTypeBytes(stream_.step->output_dtype));
+  std::span<float> lse;
+  if (stream_.options->want_lse) lse = {LseOf(layer), declared_.lse_floats()};
+  // The host reads the tensors beside the device, which may have its answer before that.
+  if (IsInInput(layer, out) || IsInInput(layer, std::as_bytes(lse))) return client;
+  client.out = out;
+  client.lse = lse;
   // Who sleeps until a word changes must be woken.
   if (waiting_ == plane::Waiting::kLooking) client.answer = turns_.answer();
   return client;
+}
+
+bool MemoryPass::IsInInput(uint32_t layer, std::span<const std::byte> answer) const {
+  return std::ranges::any_of(std::array{&q_, &k_, &v_}, [&](const Input* input) {
+    const std::byte* const at = InRegion(*input, layer);
+    return answer.data() < at + input->bytes && at < answer.data() + answer.size();
+  });
 }
 
 void MemoryPass::CopyIn(uint32_t layer) {

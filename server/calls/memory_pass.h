@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -114,6 +115,8 @@ class MemoryPass {
   void ReportLayer(const LayerTimes& times, const engine::DecodeResult& result);
   // Where a device finds the layer by itself.
   engine::ClientLayer InMemory(uint32_t layer) const;
+  // Whether part of the layer's answer lies where its tensors do.
+  bool IsInInput(uint32_t layer, std::span<const std::byte> answer) const;
   void CopyIn(uint32_t layer);
   // What the engine's backend has not written there itself.
   void CopyOut(uint32_t layer, const engine::DecodeResult& result);

@@ -45,8 +45,9 @@ class LayerInMemory {
     layer_.ring = ring_;
     layer_.epoch = kEpoch;
     if (final_dtype == DType::kFp32) return;
-    layer_.out = pages_.Take(OutBytes(message.args, final_dtype));
-    layer_.lse = reinterpret_cast<float*>(pages_.Take(LanesOf(message.args) * sizeof(float)));
+    const uint64_t lanes = LanesOf(message.args), out_bytes = OutBytes(message.args, final_dtype);
+    layer_.out = {pages_.Take(out_bytes), out_bytes};
+    layer_.lse = {reinterpret_cast<float*>(pages_.Take(lanes * sizeof(float))), lanes};
     layer_.answer = answer_;
   }
 
@@ -62,8 +63,8 @@ class LayerInMemory {
     args.final_dtype = layer_.args.final_dtype;
     const auto memory = [&](const AnswerExtents& extents) -> absl::StatusOr<AnswerBuffers> {
       auto buffers = answer.memory(extents);
-      if (layer_.out == nullptr || !buffers.ok()) return buffers;
-      buffers->final_out = {layer_.out, extents.out_floats() * DTypeBytes(args.final_dtype)};
+      if (layer_.out.empty() || !buffers.ok()) return buffers;
+      buffers->final_out = layer_.out.first(extents.out_floats() * DTypeBytes(args.final_dtype));
       return buffers;
     };
     answer.status = pass->Step(args, memory, &answer.result);
@@ -91,8 +92,8 @@ class LayerInMemory {
         const size_t bytes = row.out.size() * DTypeBytes(layer_.args.final_dtype);
         std::vector<std::byte> out(bytes);
         FromFloat(layer_.args.final_dtype, row.out.data(), row.out.size(), out.data());
-        EXPECT_EQ(std::memcmp(layer_.out + lane * (bytes / lanes), out.data(), bytes), 0) << r;
-        EXPECT_EQ(std::memcmp(layer_.lse + lane, row.lse.data(), lanes * sizeof(float)), 0) << r;
+        EXPECT_EQ(std::memcmp(&layer_.out[lane * (bytes / lanes)], out.data(), bytes), 0) << r;
+        EXPECT_EQ(std::memcmp(&layer_.lse[lane], row.lse.data(), lanes * sizeof(float)), 0) << r;
       }
       lane += lanes;
     }
@@ -112,9 +113,9 @@ class LayerInMemory {
       EXPECT_TRUE(row.out_is_final);
     }
     const std::vector<float>& lse = answer.memory.lse();
-    EXPECT_EQ(std::memcmp(layer_.lse, lse.data(), lse.size() * sizeof(float)), 0);
+    EXPECT_EQ(std::memcmp(layer_.lse.data(), lse.data(), lse.size() * sizeof(float)), 0);
     std::vector<float> out(answer.memory.out().size());
-    ToFloat(layer_.args.final_dtype, layer_.out, out.size(), out.data());
+    ToFloat(layer_.args.final_dtype, layer_.out.data(), out.size(), out.data());
     for (const float x : out) ASSERT_TRUE(std::isfinite(x));
   }
 

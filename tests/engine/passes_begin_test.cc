@@ -108,6 +108,10 @@ Told Of(const Row& row) {
 
 class PassesBegin : public testing::Test {
  protected:
+  void SetUp() override {
+    for (TestSequence* sequence : {&first_, &last_}) Generate(sequence, 1, &random_);
+  }
+
   // A pass over these rows of each layer, each prepared; the first one only if it is expected.
   std::vector<Answer> Run(const Layers& layers, bool expected = false) {
     std::vector<Answer> answers;
@@ -241,7 +245,7 @@ TEST_F(PassesBegin, NoFirstLayerOfOtherTensors) {
 
 // A truncation behind the declaration takes the block that the tokens would go to.
 TEST_F(PassesBegin, NoFirstLayerWithoutRoomForItsTokens) {
-  Generate(&first_, attention::kTailBlockTokens, &random_);
+  Generate(&first_, attention::kTailBlockTokens - 1, &random_);
   const Layers layers = NextPass({&first_}, 1, &random_);
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   ASSERT_TRUE(engine_->Truncate(kTenant, first_.id, attention::kTailBlockTokens).ok());
@@ -275,8 +279,22 @@ TEST_F(PassesBegin, NotWhereTokensWereGivenUp) {
   EXPECT_EQ(telling_->begun[0][0], Of(layers[2]->rows[0]));
 }
 
+// Nor in a stream's first layer: until it has appended, another stream may come first, whose tokens
+// would be at the same places.
+TEST_F(PassesBegin, NotBeforeItIsKnownWhoAppends) {
+  constexpr WriterId kOther = kWriter + 1;
+  TestSequence sequence = OpenSequence(engine_.get(), shape_);
+  const Layers layers = NextPass({&sequence}, 1, &random_);
+  const std::unique_ptr<Pass> late = test::Begin(engine_.get(), layers, kOther);
+  late->ExpectFirstLayer(layers[0]->args);
+  ASSERT_TRUE(PrepareWith(late.get(), *layers[0]));
+  Run(layers, /*expected=*/true);
+  EXPECT_EQ(StepOf(late.get(), *layers[0]).row_status(0).code(), StatusCode::kAborted);
+  EXPECT_EQ(telling_->begun.size(), 2u) << "but for both first layers";
+}
+
 // The client's memory may have been another when the device took it: what the step brings is
-// answered, and what has begun is given up.
+// answered, and what has begun is given up. It is not tried again in this pass.
 TEST_F(PassesBegin, WhatHasBegunWithOtherTokensIsGivenUp) {
   const Layers layers = NextPass({&first_, &last_}, 1, &random_);
   telling_->change = [](std::vector<Told>* begun) { (*begun)[1].queries[3] ^= std::byte{1}; };
@@ -290,6 +308,9 @@ TEST_F(PassesBegin, WhatHasBegunWithOtherTokensIsGivenUp) {
   EXPECT_FALSE(answer.result.told_client);
   EXPECT_EQ(telling_->begun.size(), 1u) << "once alone";
   EXPECT_EQ(telling_->given_up, 1);
+  ASSERT_TRUE(PrepareWith(pass.get(), *layers[2]));
+  EXPECT_TRUE(StepOf(pass.get(), *layers[2]).row_status(1).ok());
+  EXPECT_EQ(telling_->begun.size(), 1u);
 }
 
 // What takes no turn is not asked about: a backend may begin later, and a caller have no client.
@@ -312,8 +333,9 @@ TEST_F(PassesBegin, ABackendMayBeginLater) {
 // A device may answer in the client's memory where all rows do, and not in floats; who was told is
 // in the result of that layer alone.
 TEST_F(PassesBegin, TheAnswersPlaceIsTheClients) {
-  std::byte out[64];
-  float lse[8];
+  const uint64_t lanes = uint64_t{2} * shape_.query_heads;
+  std::vector<std::byte> out(lanes * shape_.value_dim * DTypeBytes(DType::kBf16));
+  std::vector<float> lse(lanes);
   uint64_t answer = 0;
   for (const DType dtype : {DType::kFp32, DType::kBf16}) {
     const Layers layers = NextPass({&first_, &last_}, 1, &random_);
@@ -342,14 +364,41 @@ TEST_F(PassesBegin, TheAnswersPlaceIsTheClients) {
     EXPECT_EQ(turn.ring, &ring_);
     EXPECT_EQ(turn.epoch, 9u);
     const bool there = dtype == DType::kBf16;
-    EXPECT_EQ(turn.out, there ? out : nullptr);
-    EXPECT_EQ(turn.lse, there ? lse : nullptr);
+    EXPECT_EQ(turn.out, there ? out.data() : nullptr);
+    EXPECT_EQ(turn.lse, there ? lse.data() : nullptr);
     EXPECT_EQ(turn.answer, there ? &answer : nullptr);
     telling_->tells = there;
     EXPECT_EQ(step(*layers[1]).result.told_client, there);
+    telling_->tells = false;
+    client.args = layers[2]->args;
+    ASSERT_TRUE(pass->PrepareNextLayer(&client));
+    EXPECT_EQ(telling_->turn.out, there ? out.data() : nullptr);
+    EXPECT_EQ(telling_->turn.answer, nullptr) << "the last layer's answer commits the tokens";
     EXPECT_FALSE(step(*layers[2]).result.told_client);
     for (const size_t row : {0, 1}) Keep(layers, row);
   }
+}
+
+// What the client has room for was checked before the sequences could be asked what they answer.
+TEST_F(PassesBegin, NotInTooSmallAPlace) {
+  const uint64_t lanes = shape_.query_heads;
+  std::vector<std::byte> out(lanes * shape_.value_dim * DTypeBytes(DType::kBf16));
+  std::vector<float> lse(lanes);
+  const Layers layers = NextPass({&first_}, 1, &random_);
+  for (const auto& message : layers) message->args.final_dtype = DType::kBf16;
+  const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+  pass->ExpectFirstLayer(layers[0]->args);
+  const auto has_place = [&](size_t out_bytes, size_t lse_floats) {
+    ClientLayer client = {.args = layers[0]->args, .ring = &ring_, .epoch = 9};
+    client.out = std::span(out).first(out_bytes);
+    client.lse = std::span(lse).first(lse_floats);
+    EXPECT_TRUE(pass->PrepareNextLayer(&client));
+    return telling_->turn.out != nullptr;
+  };
+  EXPECT_TRUE(has_place(out.size(), lanes));
+  EXPECT_TRUE(has_place(out.size(), 0)) << "lse is not wanted";
+  EXPECT_FALSE(has_place(out.size() - 1, lanes));
+  EXPECT_FALSE(has_place(out.size(), lanes - 1));
 }
 
 // A row that has left the pass has a place in the client's out, and none in the step's.
@@ -360,7 +409,7 @@ TEST_F(PassesBegin, NotWhereARowHasLeft) {
   layers[0] = std::make_unique<Message>(0, rows);
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   StepOf(pass.get(), *layers[0]);
-  std::byte out[64];
+  std::byte out[1024];
   ClientLayer client = {.args = layers[1]->args, .ring = &ring_, .epoch = 9};
   client.args.final_dtype = DType::kBf16;
   client.out = out;

@@ -223,6 +223,27 @@ TEST(BegunStep, OtherQueriesAreAnswered) {
   }
 }
 
+// A fault behind an answer that the client has: no other answer takes its place.
+TEST(BegunStep, WhatFailsBehindItsAnswerIsNotAnsweredAgain) {
+  const FakeBackend fake = MakePreparingBackend();
+  TestSequence sequence = MakeHistory(0);
+  Bring(fake, &sequence);
+  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  rows[0].final_dtype = DType::kBf16;
+  const std::vector<RowMessage> messages = MessagesOf(rows);
+  ClientMemory client(*fake.backend, rows, messages);
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
+  ASSERT_NE(prepared, nullptr);
+  fake.control->Set({.behind_answer = true});
+  const StepResult found =
+      BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
+  EXPECT_TRUE(absl::IsUnavailable(found.status)) << found.status;
+  EXPECT_TRUE(client.told());
+  EXPECT_TRUE(prepared->has_told());
+  EXPECT_FALSE(fake.backend->Health().ok());
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
 // Nor is it told of an answer whose place the caller does not name.
 TEST(BegunStep, AnotherPlaceIsAnotherStep) {
   LateRows step(attention::kTreeIndexes);
@@ -348,6 +369,25 @@ TEST(BegunStep, ManyTokensBeginWhenTheHostSaysSo) {
     ExpectSameRows(BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client),
                    RunStep(fake.backend.get(), 0, rows));
   }
+}
+
+// Tensors so far apart that a gate's numbers cannot say where they are.
+TEST(BegunStep, TensorsFarApartBeginWhenTheHostSaysSo) {
+  constexpr ptrdiff_t kApart = ptrdiff_t{kMovesEnd} * kMoveBytes;
+  LateRows step(attention::kTreeIndexes);
+  auto& [fake, sequence, late, rows] = step;
+  ClientMemory client(*fake.backend, rows, MessagesOf(rows));
+  std::vector<RowTokens> tokens(client.tokens().begin(), client.tokens().end());
+  const auto takes_turn = [&, &fake = fake, &rows = rows] {
+    attention::ClientTurn turn = client.turn();
+    turn.tokens = tokens;
+    const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
+    return prepared != nullptr && prepared->takes_turn();
+  };
+  EXPECT_TRUE(takes_turn());
+  tokens.back().values += kApart;
+  EXPECT_FALSE(takes_turn());
+  late.PutBack();
 }
 
 // Memory that a client shares is mapped for as long as somebody holds the mapping; where the device

@@ -173,6 +173,7 @@ class FakeStream : public Stream {
       if (!control_->broken_) work();
     }
     control_->ReleaseCaches(this);
+    if (std::exchange(control_->faults_.behind_answer, false)) control_->broken_ = true;
     if (control_->broken_) return Fault();
     return status;
   }

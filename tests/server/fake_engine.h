@@ -77,6 +77,7 @@ class FakeEngine final : public engine::Engine {
   uint64_t mapped_bytes() const { return backend_.mapped_bytes(); }
   // Of PrepareNextLayer, with a client's memory.
   int turns() const { return turns_; }
+  int places() const { return places_; }  // of them, where the answer may be left
   // Steps of layers that are prepared so answer there, with 3 and an lse of 4, and tell the client,
   // until false. What they read of its memory: the first element of q.
   void TellClients(bool tells) { tells_clients_ = tells; }
@@ -245,6 +246,7 @@ class FakeEngine final : public engine::Engine {
     bool PrepareNextLayer(const engine::ClientLayer* client) override {
       ++engine_->prepared_;
       if (client != nullptr) ++engine_->turns_;
+      if (client != nullptr && !client->out.empty()) ++engine_->places_;
       client_ = client != nullptr ? *client : engine::ClientLayer();
       return true;
     }
@@ -256,8 +258,8 @@ class FakeEngine final : public engine::Engine {
    private:
     static void TellClient(const engine::ClientLayer& client, engine::DecodeResult* result) {
       const float three = 3;
-      FromFloat(client.args.final_dtype, &three, 1, client.out);
-      if (client.lse != nullptr) *client.lse = 4;
+      FromFloat(client.args.final_dtype, &three, 1, client.out.data());
+      if (!client.lse.empty()) client.lse.front() = 4;
       for (engine::DecodeRowResult& row : result->rows) row.out_is_final = true;
       result->told_client = true;
       std::atomic_ref(*client.answer).store(client.epoch, std::memory_order_release);
@@ -307,7 +309,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
-  std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0}, turns_{0};
+  std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0}, turns_{0}, places_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<bool> final_answers_{false}, tells_clients_{false};
   std::atomic<float> first_of_q_{0}, begun_with_{0};

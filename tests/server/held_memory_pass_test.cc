@@ -5,6 +5,7 @@
 // itself, to a server with an engine that waits.
 #include <chrono>
 #include <cstring>
+#include <functional>
 #include <thread>
 
 #include "gmock/gmock.h"
@@ -110,19 +111,21 @@ TEST_F(HeldMemoryPassTest, LayersArePreparedWhereRingsArePrompt) {
 
 // A device that takes a client's turn answers in the client's memory and tells the client, who may
 // ring for the next layer while the server still counts this one. It tells none that must be woken,
-// and none that wants floats.
+// none that wants floats, and none whose answer comes where the server still reads.
 TEST_F(HeldMemoryPassTest, ADeviceTellsItsClient) {
   engine_.MapClientMemory();
   engine_.TellClients(true);
   StartServer();
   MemoryPassClient client(*server_);
   constexpr uint32_t kLayers = 200;
-  const auto layers_told = [&](bool device_rings, v1::DType dtype) {
+  const auto layers_told = [&](bool device_rings, v1::DType dtype,
+                               const std::function<void(v1::PassMemory*)>& change = nullptr) {
     v1::DecodeRequest request = client.Declaration();
     request.set_output_dtype(dtype);
     request.mutable_begin_pass()->set_layers(kLayers);
     request.mutable_begin_pass()->mutable_memory()->set_device_rings(device_rings);
     request.mutable_begin_pass()->mutable_memory()->set_spin_us(1000);
+    if (change != nullptr) change(request.mutable_begin_pass()->mutable_memory());
     EXPECT_TRUE(client.Declare(request));
     int told = 0;
     for (uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -149,6 +152,15 @@ TEST_F(HeldMemoryPassTest, ADeviceTellsItsClient) {
   EXPECT_GT(engine_.turns(), 0);
   EXPECT_EQ(layers_told(true, v1::DTYPE_FP32), 0);
   EXPECT_EQ(layers_told(false, v1::DTYPE_BF16), 0);
+  const int turns = engine_.turns(), places = engine_.places();
+  EXPECT_GT(places, 0);
+  for (int pass = 0; pass < 100 && engine_.turns() == turns; ++pass) {
+    layers_told(true, v1::DTYPE_BF16, [](v1::PassMemory* memory) {
+      memory->mutable_out()->set_offset(memory->k().offset());
+    });
+  }
+  EXPECT_GT(engine_.turns(), turns);
+  EXPECT_EQ(engine_.places(), places);
 }
 
 // Regions are mapped for the device as long as they are there.

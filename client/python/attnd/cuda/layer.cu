@@ -25,6 +25,9 @@
 // the server has released, by its host or by a kernel of its own, before the reads of the other
 // threads. They read the region with relaxed loads of system scope: no cache answers with what an
 // earlier layer left. There is no fence behind the look: it would wait for all that is on its way.
+// The server may write both words of its answer by one store, of which a look reads a half: that
+// this is whole, and ordered as if it had been written alone, is the GPU's doing, not PTX's
+// promise.
 //
 // PassWords change in attnd_begin and by the last thread block to arrive, when all others have read
 // what they need; `arrived`, which all count up, is an atomic. The stream orders kernels.
