@@ -60,14 +60,19 @@ def test_a_part_that_is_missing_or_twice_is_seen(tallied):
     assert figures(first)[0] != figures(whole)[0]
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):  # of prefills and local runs: all reports measure the same texts
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(name="report")
-def fixture_report(tmp_path, monkeypatch):
-    """Measures six points of four texts into a folder of this name."""
+def fixture_report(tmp_path, cache, monkeypatch):
+    """Measures six points of four texts, unless told otherwise, into a folder of this name."""
     require_program()
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(document, "PLAN", plan.PLAN[:1])
     arguments = ["--server", str(PROGRAM), "--run", "2048", "--limit", "1"]
-    arguments += ["--cache-dir", str(tmp_path / "cache"), "--presets", "dense,double-sparsity"]
+    arguments += ["--cache-dir", str(cache), "--presets", "dense,double-sparsity"]
 
     def measured(name, *more):
         docs = tmp_path / name
@@ -92,14 +97,15 @@ def test_parts_measured_at_a_time_give_the_same(report):
 def test_parts_that_were_kept_are_not_measured_again(report, tmp_path):
     """Nor are those that are another text's, which shows."""
     folder = tmp_path / "parts"
-    first = report("1", "--jobs", "2", "--parts", str(folder))
+    more = ["--jobs", "2", "--parts", str(folder), "--presets", "dense,streaming"]
+    first = report("1", *more)
     kept = sorted(folder.glob("2048-?-?-*.pickle"))
     assert len(kept) == len(list(folder.iterdir())) == 4
     times = [path.stat().st_mtime_ns for path in kept]
     kept[1].unlink()
-    assert report("2", "--jobs", "2", "--parts", str(folder)) == first
+    assert report("2", *more) == first
     assert [path.stat().st_mtime_ns == time for path, time in zip(kept, times)] == [
         True, False, True, True
     ]  # fmt: skip
     kept[0].write_bytes(kept[3].read_bytes())
-    assert report("3", "--jobs", "2", "--parts", str(folder)) != first
+    assert report("3", *more) != first
