@@ -5,7 +5,9 @@ views of the region; whoever dies, the other notices. The real server, on socket
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -254,6 +256,51 @@ def test_regions_are_listed_and_unregistered(target):
     with pytest.raises(attnd.NotFoundError):
         memory.unregister(region.id)
     memory.close()
+
+
+STRANGER = """
+import os, sys
+import attnd
+from attnd.memory_socket import MemorySocket, memory_socket_of
+
+path = memory_socket_of(sys.argv[1])
+os.setgroups([])
+os.setgid(int(sys.argv[2]))
+os.setuid(int(sys.argv[2]))
+try:
+    MemorySocket(path, 10).register(4096)
+except attnd.AttndError as error:
+    print(type(error).__name__, error)
+else:
+    print("registered")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="this user may not become another one")
+def test_a_process_of_another_user_is_kept_out():
+    """By the socket's mode; and where somebody has opened that, by the server."""
+    require_program()
+    nobody = 65534
+    with live_server.running("--allow-client-memory") as (target, _):
+        path = pathlib.Path(memory_socket_of(target))
+        for folder in (path.parent, path.parent.parent):
+            folder.chmod(0o711)
+
+        def said():
+            arguments = [sys.executable, "-c", STRANGER, target, str(nobody)]
+            run = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
+            assert run.returncode == 0, run.stderr
+            return run.stdout
+
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert "Permission denied" in said()
+        path.chmod(0o666)
+        refusal = said()
+        assert refusal.startswith("AttndError PERMISSION_DENIED")
+        assert f"processes of user 0 alone; this is one of user {nobody}" in refusal
+        memory = MemorySocket(str(path), 10)
+        assert memory.list_regions() == []
+        memory.close()
 
 
 def test_a_step_that_is_interrupted_gives_its_pass_up(client, monkeypatch):
