@@ -131,6 +131,7 @@ def two(monkeypatch):
     monkeypatch.setattr(driver, "_import_torch", lambda: two)
     monkeypatch.setattr(driver, "_load_driver", lambda: two)
     monkeypatch.setattr(driver, "compile_layer", lambda *_: b"cubin")
+    monkeypatch.setattr(driver, "_loaded", driver.LoadedKernels())
     return two
 
 
@@ -177,6 +178,22 @@ def test_kernels_are_compiled_by_pytorchs_version(two, monkeypatch, version, maj
     two.version.cuda = version
     driver.CudaGpu()
     assert asked == [((9, 0), major)]
+
+
+def test_a_gpu_s_kernels_are_loaded_once(two):
+    """For all sessions of the process; not where it failed, which may pass."""
+    two.refuses = {"cuModuleLoadData"}
+    with pytest.raises(CudaError, match="cuModuleLoadData"):
+        driver.CudaGpu("cuda:1")
+    two.refuses, two.called = set(), []
+    makers = [threading.Thread(target=driver.CudaGpu, args=("cuda:1",)) for _ in range(4)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    assert two.called.count(("cuModuleLoadData", 1)) == 1
+    driver.CudaGpu("cuda:0")
+    assert two.called.count(("cuModuleLoadData", 0)) == 1
 
 
 def test_a_full_gpu_is_an_error_of_cuda(two):

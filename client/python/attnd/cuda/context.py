@@ -26,6 +26,11 @@ class Context:
         self._context = ctypes.c_void_p()
         self._check(library.cuCtxGetCurrent(ctypes.byref(self._context)), "cuCtxGetCurrent")
 
+    @property
+    def handle(self) -> int:
+        """What tells it from other contexts of the process."""
+        return self._context.value or 0
+
     def call(self, name: str, *arguments: Any, allowed: tuple[int, ...] = ()) -> int:
         """Calls a function of the driver's and returns its code: 0, or one of those allowed.
 

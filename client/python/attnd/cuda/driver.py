@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from attnd.cuda.compiler import compile_layer
@@ -42,12 +44,47 @@ def _load_driver() -> Any:
         raise CudaError(f"CUDA's driver: {error}") from None
 
 
+class LoadedKernels:
+    """layer.cu's kernels in each context of the process. They stay loaded, as a captured graph may
+    launch them when its session is gone. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kernels: dict[int, dict[str, ctypes.c_void_p]] = {}  # by name, by context
+
+    def of(self, context: Context, cubin: Callable[[], bytes]) -> dict[str, ctypes.c_void_p]:
+        """
+        Args:
+            cubin: compiles them; asked if the context has none.
+
+        Raises:
+            CudaError: if compiling or the driver fails.
+        """
+        with self._lock:
+            kernels = self._kernels.get(context.handle)
+            if kernels is None:
+                kernels = self._kernels[context.handle] = _load(context, cubin())
+            return kernels
+
+
+def _load(context: Context, cubin: bytes) -> dict[str, ctypes.c_void_p]:
+    module = ctypes.c_void_p()
+    context.call("cuModuleLoadData", ctypes.byref(module), cubin)
+    kernels = {name: ctypes.c_void_p() for name in _KERNELS}
+    for name, kernel in kernels.items():
+        context.call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
+    return kernels
+
+
+_loaded = LoadedKernels()
+
+
 class CudaGpu:
     """One GPU of this process, in PyTorch's context of it. Any thread may call it, whatever its
     current GPU is, which stays that."""
 
     def __init__(self, device: Any = None) -> None:
-        """Compiles layer.cu, which takes some 0.1 s.
+        """Compiles layer.cu, which takes some 0.1 s, if it is the GPU's first in this process.
 
         Args:
             device: as torch.device takes; None is the current one.
@@ -62,10 +99,10 @@ class CudaGpu:
         with torch.cuda.device(self._device):
             self.words(1)  # makes the context, if this is the first use
             self._context = Context(library)
-        cubin = compile_layer(torch.cuda.get_device_capability(self._device), _cuda_major(torch))
-        self._module = ctypes.c_void_p()
-        self._context.call("cuModuleLoadData", ctypes.byref(self._module), cubin)
-        self._kernels = {name: self._function(name) for name in _KERNELS}
+        capability = torch.cuda.get_device_capability(self._device)
+        self._kernels = _loaded.of(
+            self._context, lambda: compile_layer(capability, _cuda_major(torch))
+        )
         self._mapped: dict[int, int] = {}  # addresses here, by id of the memory
 
     @property
@@ -137,10 +174,3 @@ class CudaGpu:
 
     def synchronize(self) -> None:
         self._context.call("cuCtxSynchronize")
-
-    def _function(self, name: str) -> ctypes.c_void_p:
-        function = ctypes.c_void_p()
-        self._context.call(
-            "cuModuleGetFunction", ctypes.byref(function), self._module, name.encode()
-        )
-        return function
