@@ -15,9 +15,9 @@
 
 namespace attnd::engine {
 
-// Where a client's memory will have the next layer's tensors, and is to have its answer, none of
-// which overlaps what else is named here. The engine's backend has mapped it (Backend::MapMemory),
-// and attention::ClientTurn says what it does there.
+// Where a client's memory will have the next layer's tensors, and is to have its answer, which
+// overlaps none of these. The engine's backend has mapped it (Backend::MapMemory), and
+// attention::ClientTurn says what it does there.
 struct ClientLayer {
   DecodeArgs args;  // their data may change at any time
   const uint32_t* ring = nullptr;

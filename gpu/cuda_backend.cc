@@ -253,7 +253,7 @@ class CudaBackend : public Backend {
     try {
       if (prepared != nullptr) {
         const absl::Status run = prepared->Run(request);
-        if (!run.ok() && prepared->has_told()) return FailBehindAnswer(run);
+        if (!run.ok() && prepared->may_have_told()) return FailBehindAnswer(run);
         return Complete(request, OutcomeOf(run, prepared->step(), /*timed=*/false));
       }
       const bool timed = timing_is_owed_.exchange(false, std::memory_order_relaxed);
@@ -374,11 +374,11 @@ class CudaBackend : public Backend {
     return absl::OkStatus();
   }
 
-  // The client has its answer already: another one would come while it is read.
+  // The client may have its answer already: another one would come while it is read.
   absl::Status FailBehindAnswer(const absl::Status& status) {
-    Degrade(status);
+    if (!absl::IsResourceExhausted(status)) Degrade(status);
     return absl::UnavailableError(
-        absl::StrCat("the GPU has failed behind an answer: ", status.message()));
+        absl::StrCat("the GPU has failed, perhaps behind its answer: ", status.message()));
   }
 
   // All rows by the CPU.

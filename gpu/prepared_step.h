@@ -29,6 +29,8 @@ class PreparedDeviceStep final : public attention::PreparedStep {
   bool takes_turn() const override { return takes_turn_; }
   bool HasBegunWith(std::span<const attention::RowTokens> rows) override;
   bool has_told() const override { return step_.has_value() && step_->has_told(); }
+  // Behind a Run that has failed.
+  bool may_have_told() const { return step_.has_value() && step_->may_have_told(); }
   void GiveUp() override;
 
   // Whether the request is for the step that was expected, with all that was open then, and, if it

@@ -66,8 +66,10 @@ class DeviceStep {
   bool HasBegunWith(std::span<const attention::RowTokens> rows);
   bool has_begun() const { return launched_ == Launched::kBegun; }
   absl::Status RunPrepared();
-  // Behind RunPrepared: whether the client has been told of its answer.
+  // Behind RunPrepared: whether the client has been told of its answer; if that failed, whether it
+  // may have been, or may be until the work of the stream has ended.
   bool has_told() const { return has_told_; }
+  bool may_have_told() const { return may_have_told_; }
 
   // Numbers of the rows that were not answered, ascending.
   const std::vector<uint32_t>& left_over() const { return left_over_; }
@@ -148,7 +150,9 @@ class DeviceStep {
   attention::BackendStats::Files file_counts_;
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;
-  bool takes_turn_ = false, has_told_ = false;
+  bool takes_turn_ = false;
+  bool may_tell_ = false;  // kernels, of the answer, if that is allowed
+  bool may_have_told_ = false, has_told_ = false;
   bool out_is_clients_ = false;  // kernels write out to the client's memory, and not to the results
   StepRun run_;                  // of the wave that was launched so
   bool unread_ = false;        // the row that was pinned last: what it reads of a file in any case

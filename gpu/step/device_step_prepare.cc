@@ -45,6 +45,7 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   if (waits) launched_ = Launched::kWaits;
   takes_turn_ = waits && has_ring;
   out_is_clients_ = takes_turn_ && turn->out != nullptr;
+  may_tell_ = takes_turn_ && turn->answer != nullptr;
   return true;
 }
 
@@ -84,15 +85,16 @@ absl::Status DeviceStep::RunPrepared() {
     context_->OpenGate();
   } else {
     context_->AllowAnswer();
+    may_have_told_ = may_tell_;
   }
   launched_ = Launched::kNot;
   const absl::Status ran = context_->AwaitStep(run_);
-  has_told_ = context_->has_told();
-  if (absl::IsResourceExhausted(ran) && !has_told_) {  // the device's own; it can be used further
+  if (absl::IsResourceExhausted(ran) && !may_have_told_) {  // the device's own; it goes on
     LeaveWaveOver(attention::Fallback::kScratch);
     return absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(ran);
+  has_told_ = context_->has_told();
   ATTND_RETURN_IF_ERROR(TakeResults(std::nullopt));
   context_->counts()->steps_ahead.fetch_add(1, std::memory_order_relaxed);
   context_->counts()->steps_told.fetch_add(has_told_ ? 1 : 0, std::memory_order_release);

@@ -146,10 +146,9 @@ absl::Status StreamContext::AwaitStep(const StepRun& run) {
   uint32_t* const answered = &words()->answered;
   // Copies and events come behind the kernels.
   const bool ends_with_kernels = !run.timed && run.result_bytes == 0;
-  const absl::Status ended = ends_with_kernels ? stream_->AwaitAnswer(answered) : Synchronize();
+  ATTND_RETURN_IF_ERROR(ends_with_kernels ? stream_->AwaitAnswer(answered) : Synchronize());
   const uint32_t how = std::atomic_ref(*answered).load(std::memory_order_acquire);
   has_told_ = how == kAnsweredAndTold;
-  ATTND_RETURN_IF_ERROR(ended);
   if (how == kAnswered || has_told_) return absl::OkStatus();
   return absl::InternalError(absl::StrCat("a step has ended, and its ", run.header.answer_blocks,
                                           " blocks have not said so"));

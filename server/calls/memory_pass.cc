@@ -307,6 +307,7 @@ engine::ClientLayer MemoryPass::InMemory(uint32_t layer) const {
 
 bool MemoryPass::IsInInput(uint32_t layer, std::span<const std::byte> answer) const {
   return std::ranges::any_of(std::array{&q_, &k_, &v_}, [&](const Input* input) {
+    if (input->bytes == 0) return false;  // nobody has checked where it would be
     const std::byte* const at = InRegion(*input, layer);
     return answer.data() < at + input->bytes && at < answer.data() + answer.size();
   });

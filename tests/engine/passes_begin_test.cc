@@ -37,6 +37,7 @@ class TellingBackend : public ForwardingBackend {
   int given_up = 0;
   bool takes_turns = true;
   bool tells = false;  // clients, of each step that has begun
+  absl::Status fails;  // what Step returns behind that; OK: it answers
   // What the client changes before the device takes it; may be null.
   std::function<void(std::vector<Told>*)> change;
   attention::ClientTurn turn;  // of the last Prepare that had one
@@ -45,6 +46,9 @@ class TellingBackend : public ForwardingBackend {
                                                    const attention::ClientTurn* client) override {
     if (client != nullptr) turn = *client;
     return std::make_unique<Prepared>(this, request, client);
+  }
+  absl::Status Step(const attention::StepRequest& request) override {
+    return fails.ok() ? ForwardingBackend::Step(request) : fails;
   }
 
  private:
@@ -130,6 +134,22 @@ class PassesBegin : public testing::Test {
   bool PrepareWith(Pass* pass, const Message& message) {
     const ClientLayer client = {.args = message.args, .ring = &ring_, .epoch = 5};
     return pass->PrepareNextLayer(&client);
+  }
+
+  // A step whose answer is wanted in bf16.
+  static Answer FinalStep(Pass* pass, const Message& message) {
+    Answer answer;
+    DecodeArgs args = message.args;
+    args.final_dtype = DType::kBf16;
+    std::vector<std::byte> places;
+    const auto memory = [&](const AnswerExtents& extents) {
+      auto buffers = answer.memory(extents);
+      places.resize(extents.out_floats() * DTypeBytes(args.final_dtype));
+      buffers->final_out = places;
+      return buffers;
+    };
+    answer.status = pass->Step(args, memory, &answer.result);
+    return answer;
   }
 
   // Rows of several tokens, and one in their middle that appends none.
@@ -339,23 +359,14 @@ TEST_F(PassesBegin, TheAnswersPlaceIsTheClients) {
   uint64_t answer = 0;
   for (const DType dtype : {DType::kFp32, DType::kBf16}) {
     const Layers layers = NextPass({&first_, &last_}, 1, &random_);
-    for (const auto& message : layers) message->args.final_dtype = dtype;
     const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
     telling_->tells = false;
     const auto step = [&](const Message& message) {
-      Answer result;
-      std::vector<std::byte> places;
-      const auto memory = [&](const AnswerExtents& extents) {
-        auto buffers = result.memory(extents);
-        places.resize(dtype == DType::kFp32 ? 0 : extents.out_floats() * DTypeBytes(dtype));
-        buffers->final_out = places;
-        return buffers;
-      };
-      result.status = pass->Step(message.args, memory, &result.result);
-      return result;
+      return dtype == DType::kFp32 ? StepOf(pass.get(), message) : FinalStep(pass.get(), message);
     };
     EXPECT_FALSE(step(*layers[0]).result.told_client);
     ClientLayer client = {.args = layers[1]->args, .ring = &ring_, .epoch = 9};
+    client.args.final_dtype = dtype;
     client.out = out;
     client.lse = lse;
     client.answer = &answer;
@@ -371,6 +382,7 @@ TEST_F(PassesBegin, TheAnswersPlaceIsTheClients) {
     EXPECT_EQ(step(*layers[1]).result.told_client, there);
     telling_->tells = false;
     client.args = layers[2]->args;
+    client.args.final_dtype = dtype;
     ASSERT_TRUE(pass->PrepareNextLayer(&client));
     EXPECT_EQ(telling_->turn.out, there ? out.data() : nullptr);
     EXPECT_EQ(telling_->turn.answer, nullptr) << "the last layer's answer commits the tokens";
@@ -403,19 +415,40 @@ TEST_F(PassesBegin, NotInTooSmallAPlace) {
 
 // A row that has left the pass has a place in the client's out, and none in the step's.
 TEST_F(PassesBegin, NotWhereARowHasLeft) {
-  Layers layers = NextPass({&first_, &last_}, 1, &random_);
-  std::vector<Row> rows = layers[0]->rows;
-  rows[0].q.Set(0, std::nanf(""));
-  layers[0] = std::make_unique<Message>(0, rows);
+  for (const bool leaves : {false, true}) {
+    Layers layers = NextPass({&first_, &last_}, 1, &random_);
+    if (leaves) {
+      std::vector<Row> rows = layers[0]->rows;
+      rows[0].q.Set(0, std::nanf(""));
+      layers[0] = std::make_unique<Message>(0, rows);
+    }
+    const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
+    FinalStep(pass.get(), *layers[0]);
+    std::byte out[1024];
+    ClientLayer client = {.args = layers[1]->args, .ring = &ring_, .epoch = 9};
+    client.args.final_dtype = DType::kBf16;
+    client.out = out;
+    telling_->turn = {};
+    ASSERT_TRUE(pass->PrepareNextLayer(&client));
+    EXPECT_EQ(telling_->turn.epoch, 9u);
+    EXPECT_EQ(telling_->turn.out, leaves ? nullptr : out);
+  }
+}
+
+// A device that fails when the client may have its answer: the pass is over, and what it had
+// appended is taken back.
+TEST_F(PassesBegin, AFailureBehindAnAnswerEndsThePass) {
+  const Layers layers = NextPass({&first_}, 1, &random_);
   const std::unique_ptr<Pass> pass = test::Begin(engine_.get(), layers);
   StepOf(pass.get(), *layers[0]);
-  std::byte out[1024];
-  ClientLayer client = {.args = layers[1]->args, .ring = &ring_, .epoch = 9};
-  client.args.final_dtype = DType::kBf16;
-  client.out = out;
-  ASSERT_TRUE(pass->PrepareNextLayer(&client));
-  EXPECT_EQ(telling_->turn.epoch, 9u);
-  EXPECT_EQ(telling_->turn.out, nullptr);
+  ASSERT_TRUE(PrepareWith(pass.get(), *layers[1]));
+  telling_->fails = absl::UnavailableError("planted");
+  EXPECT_EQ(StepOf(pass.get(), *layers[1]).status, telling_->fails);
+  telling_->fails = absl::OkStatus();
+  const auto info = engine_->Info(kTenant, first_.id);
+  ASSERT_TRUE(info.ok());
+  for (const uint64_t tokens : info->layer_tokens) EXPECT_EQ(tokens, first_.history.committed());
+  for (const Answer& answer : Run(layers)) EXPECT_TRUE(answer.row_status(0).ok());
 }
 
 // A step of which no row is left is given up before its answer: others may append in their places.

@@ -174,6 +174,31 @@ TEST_P(BegunSteps, TheClientIsTold) {
   }
 }
 
+// An answer of which the caller wants to tell the client itself.
+TEST_P(BegunSteps, TheHostMayTell) {
+  const FakeBackend fake = MakePreparingBackend();
+  TestSequence sequence = MakeHistory(0, GetParam());
+  Bring(fake, &sequence);
+  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  const StepResult floats = RunStep(fake.backend.get(), 0, rows);
+  rows[0].final_dtype = DType::kBf16;
+  const std::vector<RowMessage> messages = MessagesOf(rows);
+  ClientMemory client(*fake.backend, rows, messages);
+  attention::ClientTurn turn = client.turn();
+  turn.answer = nullptr;
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
+  ASSERT_NE(prepared, nullptr);
+  ASSERT_TRUE(prepared->takes_turn());
+  const StepResult found =
+      BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
+  ExpectFinalOut(found, floats, DType::kBf16);
+  EXPECT_FALSE(prepared->has_told());
+  EXPECT_TRUE(client.untouched());
+  const std::vector<float>& lse = found.rows[0].lse;
+  EXPECT_TRUE(std::equal(lse.begin(), lse.end(), client.lse().begin(), client.lse().end()));
+  EXPECT_EQ(fake.backend->stats().steps_ahead, 1u);
+}
+
 // Not of an answer that is none: the caller refuses the row.
 TEST_P(BegunSteps, TheClientIsNotToldOfWhatIsNoNumber) {
   const FakeBackend fake = MakePreparingBackend();
@@ -223,25 +248,33 @@ TEST(BegunStep, OtherQueriesAreAnswered) {
   }
 }
 
-// A fault behind an answer that the client has: no other answer takes its place.
+// A failure when the client may have its answer: no other one takes its place. Where it cannot have
+// been told, the CPU answers; and a device that was short of memory goes on.
 TEST(BegunStep, WhatFailsBehindItsAnswerIsNotAnsweredAgain) {
-  const FakeBackend fake = MakePreparingBackend();
-  TestSequence sequence = MakeHistory(0);
-  Bring(fake, &sequence);
-  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-  rows[0].final_dtype = DType::kBf16;
-  const std::vector<RowMessage> messages = MessagesOf(rows);
-  ClientMemory client(*fake.backend, rows, messages);
-  const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
-  ASSERT_NE(prepared, nullptr);
-  fake.control->Set({.behind_answer = true});
-  const StepResult found =
-      BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
-  EXPECT_TRUE(absl::IsUnavailable(found.status)) << found.status;
-  EXPECT_TRUE(client.told());
-  EXPECT_TRUE(prepared->has_told());
-  EXPECT_FALSE(fake.backend->Health().ok());
-  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+  using enum absl::StatusCode;
+  for (const bool tells : {true, false}) {
+    for (const absl::StatusCode failure : {kInternal, kResourceExhausted}) {
+      SCOPED_TRACE(testing::Message() << "tells " << tells << ", " << failure);
+      const FakeBackend fake = MakePreparingBackend();
+      TestSequence sequence = MakeHistory(0);
+      Bring(fake, &sequence);
+      std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+      rows[0].final_dtype = DType::kBf16;
+      const std::vector<RowMessage> messages = MessagesOf(rows);
+      ClientMemory client(*fake.backend, rows, messages);
+      attention::ClientTurn turn = client.turn();
+      if (!tells) turn.answer = nullptr;
+      const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
+      ASSERT_NE(prepared, nullptr);
+      fake.control->Set({.behind_answer = failure});
+      const StepResult found =
+          BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
+      EXPECT_EQ(found.status.code(), tells ? kUnavailable : kOk) << found.status;
+      EXPECT_EQ(client.told(), tells);
+      EXPECT_EQ(fake.backend->Health().ok(), failure == kResourceExhausted);
+      EXPECT_EQ(fake.backend->stats().fallback_steps, tells ? 0u : 1u);
+    }
+  }
 }
 
 // Nor is it told of an answer whose place the caller does not name.

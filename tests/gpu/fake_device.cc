@@ -173,8 +173,10 @@ class FakeStream : public Stream {
       if (!control_->broken_) work();
     }
     control_->ReleaseCaches(this);
-    if (std::exchange(control_->faults_.behind_answer, false)) control_->broken_ = true;
+    const auto behind = std::exchange(control_->faults_.behind_answer, absl::StatusCode::kOk);
+    if (behind == absl::StatusCode::kInternal) control_->broken_ = true;
     if (control_->broken_) return Fault();
+    if (behind != absl::StatusCode::kOk) return absl::Status(behind, "planted");
     return status;
   }
 

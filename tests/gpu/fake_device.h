@@ -35,10 +35,12 @@ struct Faults {
   bool step_midway = false;            // the next step fails with half of its work done
   uint64_t launch = kNever;            // the n-th RunStep from now on finds no memory
   uint64_t launches = 1;               // and so many after it
-  bool behind_answer = false;          // what is awaited next fails with all of its work done
-  bool no_gates = false;               // no step can be launched behind a gate
-  bool takes_late = false;             // a client's tokens are not taken before a step is awaited
-  bool bad_index = false;              // BuildIndexes leaves an order that is none
+  // What is awaited next fails so, with all of its work done: kInternal as all faults,
+  // kResourceExhausted once.
+  absl::StatusCode behind_answer = absl::StatusCode::kOk;
+  bool no_gates = false;            // no step can be launched behind a gate
+  bool takes_late = false;          // a client's tokens are not taken before a step is awaited
+  bool bad_index = false;           // BuildIndexes leaves an order that is none
   uint64_t mapping = kNever;        // the n-th MapHostMemory from now on is refused, and all after
   uint64_t mapping_fault = kNever;  // the n-th from now on fails, and every call after it
   // Wrong answers of steps that succeed, to see the tests' comparison refuse them.

@@ -454,9 +454,8 @@ TEST(GpuEngine, PassesAreTheSamePrepared) {
       pass->WarmNextLayer();
       const engine::test::Answer answer = memory.Step(pass.get());
       ASSERT_TRUE(answer.row_status(0).ok());
-      if (!answer.result.told_client) continue;
-      ++told;
-      memory.ExpectAsAnsweredAgain(engine);
+      told += answer.result.told_client ? 1 : 0;
+      if (memory.has_answer()) memory.ExpectAsAnsweredAgain(engine);
     }
     engine::test::Keep(layers, 0);
     if (token % 5 == 4) {

@@ -81,6 +81,8 @@ class FakeEngine final : public engine::Engine {
   // Steps of layers that are prepared so answer there, with 3 and an lse of 4, and tell the client,
   // until false. What they read of its memory: the first element of q.
   void TellClients(bool tells) { tells_clients_ = tells; }
+  // Steps that have told their client fail behind that.
+  void FailBehindAnswers(bool fails) { fails_behind_answers_ = fails; }
   float begun_with() const { return begun_with_; }
   int forgotten() const { return forgotten_; }
   int released_writers() const { return released_writers_; }
@@ -238,8 +240,9 @@ class FakeEngine final : public engine::Engine {
       float first = 0;
       ToFloat(client.args.q.dtype, client.args.q.data, 1, &first);
       engine_->begun_with_ = first;
-      if (engine_->tells_clients_ && client.answer != nullptr) TellClient(client, result);
-      return status;
+      if (!engine_->tells_clients_ || client.answer == nullptr) return status;
+      TellClient(client, result);
+      return engine_->fails_behind_answers_ ? absl::UnavailableError("planted") : status;
     }
     void WarmNextLayer() override {}
     void ExpectFirstLayer(const engine::DecodeArgs&) override {}
@@ -311,7 +314,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
   std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0}, turns_{0}, places_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
-  std::atomic<bool> final_answers_{false}, tells_clients_{false};
+  std::atomic<bool> final_answers_{false}, tells_clients_{false}, fails_behind_answers_{false};
   std::atomic<float> first_of_q_{0}, begun_with_{0};
   std::atomic<uint64_t> value_dim_{16}, next_id_{1};
 };

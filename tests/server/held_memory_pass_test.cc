@@ -152,15 +152,54 @@ TEST_F(HeldMemoryPassTest, ADeviceTellsItsClient) {
   EXPECT_GT(engine_.turns(), 0);
   EXPECT_EQ(layers_told(true, v1::DTYPE_FP32), 0);
   EXPECT_EQ(layers_told(false, v1::DTYPE_BF16), 0);
-  const int turns = engine_.turns(), places = engine_.places();
+  const int places = engine_.places();
   EXPECT_GT(places, 0);
-  for (int pass = 0; pass < 100 && engine_.turns() == turns; ++pass) {
-    layers_told(true, v1::DTYPE_BF16, [](v1::PassMemory* memory) {
-      memory->mutable_out()->set_offset(memory->k().offset());
-    });
+  const std::function<void(v1::PassMemory*)> overlaps[] = {
+      [](v1::PassMemory* memory) { memory->mutable_out()->set_offset(memory->k().offset()); },
+      [](v1::PassMemory* memory) { memory->mutable_lse()->set_offset(memory->q().offset() + 64); },
+  };
+  for (const auto& overlap : overlaps) {
+    const int turns = engine_.turns();
+    for (int pass = 0; pass < 100 && engine_.turns() == turns; ++pass) {
+      layers_told(true, v1::DTYPE_BF16, overlap);
+    }
+    EXPECT_GT(engine_.turns(), turns);
+    EXPECT_EQ(engine_.places(), places);
   }
-  EXPECT_GT(engine_.turns(), turns);
-  EXPECT_EQ(engine_.places(), places);
+}
+
+// A device that fails when the client may have its answer: the pass is over, and the stream is not.
+TEST_F(HeldMemoryPassTest, ADeviceMayFailBehindItsAnswer) {
+  engine_.MapClientMemory();
+  engine_.TellClients(true);
+  StartServer();
+  MemoryPassClient client(*server_);
+  constexpr uint32_t kLayers = 200;
+  const auto reply_of_pass = [&] {
+    v1::DecodeRequest request = client.Declaration();
+    request.set_output_dtype(v1::DTYPE_BF16);
+    request.mutable_begin_pass()->set_layers(kLayers);
+    request.mutable_begin_pass()->mutable_memory()->set_device_rings(true);
+    request.mutable_begin_pass()->mutable_memory()->set_spin_us(1000);
+    EXPECT_TRUE(client.Declare(request));
+    const uint32_t over = client.epoch() + kLayers;
+    const auto answer = [&] { return plane::ReadWord(&client.words()->answer); };
+    for (uint32_t layer = 0; layer < kLayers && answer() != over; ++layer) {
+      client.RingAsDevice(layer);
+      EXPECT_TRUE(Within([&] { return answer() == client.epoch() + layer || answer() == over; }));
+    }
+    v1::DecodeResponse reply = client.Reply();
+    EXPECT_EQ(answer() == over, reply.status().code() != 0);
+    client.Skip(kLayers - MemoryPassClient::kLayers);
+    return reply;
+  };
+  engine_.FailBehindAnswers(true);
+  v1::DecodeResponse reply = reply_of_pass();
+  for (int pass = 0; pass < 100 && reply.status().code() == 0; ++pass) reply = reply_of_pass();
+  EXPECT_EQ(reply.status().code(), StatusCode::UNAVAILABLE);
+  EXPECT_EQ(reply.status().message(), "planted");
+  engine_.FailBehindAnswers(false);
+  EXPECT_EQ(reply_of_pass().status().code(), StatusCode::OK);
 }
 
 // Regions are mapped for the device as long as they are there.
