@@ -18,9 +18,10 @@ inline constexpr uint32_t kMoveBytes = 64;
 // 128 KiB of queries, keys and values. A step with more begins when the host says so.
 inline constexpr uint32_t kMovesMax = 2048;
 
-// In units of kMoveBytes: of StepGate::tokens, of the input. Below kMovesEnd, so that a kernel
-// numbers the words of 16 bytes in 32 bits.
+// Above both numbers of every move: so a kernel numbers words of 16 bytes in 32 bits.
 inline constexpr uint32_t kMovesEnd = 1u << 30;
+
+// In units of kMoveBytes: of StepGate::tokens, of the input.
 struct TokenMove {
   uint32_t from;
   uint32_t to;
