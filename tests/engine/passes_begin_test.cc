@@ -68,10 +68,10 @@ class TellingBackend : public ForwardingBackend {
     bool takes_turn() const override { return takes_turn_; }
     bool HasBegunWith(std::span<const attention::RowTokens> tokens) override {
       EXPECT_TRUE(takes_turn_);
-      std::vector<Told> begun = ToldOf(tokens_);
-      if (backend_->change != nullptr) backend_->change(&begun);
-      backend_->begun.push_back(begun);
-      return begun == ToldOf(tokens);
+      std::vector<Told> taken = ToldOf(tokens_);
+      if (backend_->change != nullptr) backend_->change(&taken);
+      backend_->begun.push_back(taken);
+      return taken == ToldOf(tokens);
     }
     bool has_told() const override { return takes_turn_ && backend_->tells && !given_up_; }
 

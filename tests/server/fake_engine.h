@@ -303,7 +303,7 @@ class FakeEngine final : public engine::Engine {
     return cancel == nullptr || !*cancel;
   }
 
-  const engine::EngineOptions options_;
+  const engine::EngineOptions options_{};
   MappingBackend backend_;
   const std::shared_ptr<engine::Lease> lease_ =
       std::make_shared<engine::Lease>(std::chrono::seconds(600), &std::chrono::steady_clock::now);

@@ -400,8 +400,8 @@ TEST_P(OneRegressionHead, ARegressionThatIsNoNumbersIsRefused) {
                                     std::pair(layout.slopes, size_t{kDim * kValueDim})}) {
     for (const size_t at : {size_t{0}, count / 2, count - 1}) {
       for (const float damage : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
-        const absl::Status status =
-            CheckAfter(*segment, [&](std::byte* index) { StoreAt(index + part, at, damage); });
+        const absl::Status status = CheckAfter(
+            *segment, [&, from = part](std::byte* index) { StoreAt(index + from, at, damage); });
         EXPECT_TRUE(absl::IsInternal(status)) << status;
         EXPECT_THAT(std::string(status.message()), testing::HasSubstr("regression"));
       }
