@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "engine/pass.h"
@@ -58,7 +59,7 @@ class LayerInMemory {
   // The client rings, and the step brings the message. If the client has been told, all that it
   // has is the answer. It is told of no last layer by itself.
   Answer Step(Pass* pass) {
-    segmented_ = SegmentedTokens();
+    segments_ = Segments();
     std::atomic_ref(*ring_).store(kEpoch, std::memory_order_release);
     Answer answer;
     DecodeArgs args = message_.args;
@@ -95,7 +96,7 @@ class LayerInMemory {
     }
     const Message again(message_.args.layer, rows);
     const Answer answer = Send(engine, again);
-    if (SegmentedTokens() != segmented_) return;
+    if (Segments() != segments_) return;
     size_t lane = 0;
     for (size_t r = 0; r < rows.size(); ++r) {
       const size_t lanes = rows[r].query_tokens * message_.args.q_heads;
@@ -121,14 +122,16 @@ class LayerInMemory {
   static uint64_t OutBytes(const DecodeArgs& args, DType dtype) {
     return LanesOf(args) * args.v_value_dim * DTypeBytes(dtype);
   }
-  // Of all rows' sequences.
-  uint64_t SegmentedTokens() const {
-    uint64_t tokens = 0;
+  // Numbers of all rows' sequences, one of which at least changes with their segments.
+  std::pair<uint64_t, uint64_t> Segments() const {
+    uint64_t tokens = 0, segments = 0;
     for (const Row& row : message_.rows) {
       const auto info = row.sequence->engine->Info(kTenant, row.sequence->id);
-      if (info.ok()) tokens += info->segmented_tokens;
+      if (!info.ok()) continue;
+      tokens += info->segmented_tokens;
+      segments += info->segments;
     }
-    return tokens;
+    return {tokens, segments};
   }
   void ExpectAnswers(const Answer& answer) const {
     for (const DecodeRowResult& row : answer.result.rows) {
@@ -147,7 +150,7 @@ class LayerInMemory {
   uint32_t* const ring_;
   uint64_t* const answer_;
   ClientLayer layer_;
-  uint64_t segmented_ = 0;  // before the step
+  std::pair<uint64_t, uint64_t> segments_;  // before the step
   bool told_ = false, has_answer_ = false;
 };
 
