@@ -222,14 +222,11 @@ class EngineImpl::PassImpl final : public Pass {
   bool HasPlaceFor(std::span<const attention::StepRow> rows, const ClientLayer& client) const {
     const DType dtype = rows.front().final_out.dtype;
     if (client.out.empty() || rows.size() != rows_.size() || dtype == DType::kFp32) return false;
-    uint64_t lanes = 0, numbers = 0;
-    for (const attention::StepRow& row : rows) {
-      const ModelShape& shape = row.view->shape;
-      lanes += uint64_t{row.query_tokens} * shape.query_heads;
-      numbers += uint64_t{row.query_tokens} * shape.query_heads * shape.value_dim;
-    }
-    return numbers * DTypeBytes(dtype) <= client.out.size() &&
-           (client.lse.empty() || lanes <= client.lse.size());
+    const ModelShape& shape = rows.front().view->shape;  // in whose extents a message's rows agree
+    AnswerExtents extents = {0, shape.query_heads, shape.value_dim};
+    for (const attention::StepRow& row : rows) extents.query_tokens += row.query_tokens;
+    return extents.out_floats() * DTypeBytes(dtype) <= client.out.size() &&
+           (client.lse.empty() || extents.lse_floats() <= client.lse.size());
   }
 
   // Of what is spent, and takes its client's turn.

@@ -132,9 +132,9 @@ class Device {
   // Whether kernels can use host memory that others have allocated; a constant of the device.
   virtual bool maps_host_memory() const = 0;
   // Lets kernels use `bytes` of host memory at the host's own addresses, until it is unmapped: read
-  // it, and write it where it may be written. The
-  // range consists of whole pages of the system's, none of which is mapped already. It takes some
-  // 0.3 s a GiB. ResourceExhausted if the system does not let it be pinned.
+  // it, and write it where it may be written. The range consists of whole pages of the system's,
+  // none of which is mapped already. It takes some 0.3 s a GiB. ResourceExhausted if the system
+  // does not let it be pinned.
   virtual absl::Status MapHostMemory(const std::byte* memory, size_t bytes) = 0;
   virtual void UnmapHostMemory(const std::byte* memory) = 0;  // what MapHostMemory was given
   // Fills device memory with zeros, and waits for it. No step may use the memory.

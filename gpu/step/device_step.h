@@ -151,7 +151,6 @@ class DeviceStep {
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;
   bool takes_turn_ = false;
-  bool may_tell_ = false;  // kernels, of the answer, if that is allowed
   bool may_have_told_ = false, has_told_ = false;
   bool out_is_clients_ = false;  // kernels write out to the client's memory, and not to the results
   StepRun run_;                  // of the wave that was launched so

@@ -45,7 +45,6 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   if (waits) launched_ = Launched::kWaits;
   takes_turn_ = waits && has_ring;
   out_is_clients_ = takes_turn_ && turn->out != nullptr;
-  may_tell_ = takes_turn_ && turn->answer != nullptr;
   return true;
 }
 
@@ -85,7 +84,7 @@ absl::Status DeviceStep::RunPrepared() {
     context_->OpenGate();
   } else {
     context_->AllowAnswer();
-    may_have_told_ = may_tell_;
+    may_have_told_ = context_->gate()->answer.turn != nullptr;
   }
   launched_ = Launched::kNot;
   const absl::Status ran = context_->AwaitStep(run_);

@@ -55,6 +55,29 @@ StepResult TakeTurn(const FakeBackend& fake, uint32_t layer, const std::vector<T
   return BeginAndRun(fake.backend.get(), layer, rows, prepared.get(), messages, &client);
 }
 
+// A row that appends its sequence's last token and is answered in bf16, with its client.
+struct FinalRow {
+  explicit FinalRow(const attention::IndexSet& indexes = attention::kTreeIndexes)
+      : sequence(MakeHistory(0, indexes)) {
+    Bring(fake, &sequence);
+  }
+  FinalRow(const FinalRow&) = delete;
+  FinalRow& operator=(const FinalRow&) = delete;
+
+  const FakeBackend fake = MakePreparingBackend();
+  TestSequence sequence;
+  const std::vector<TestRow> floats = {LastToken(&sequence, "error-target")};
+  const std::vector<TestRow> rows = InBf16(floats);
+  const std::vector<RowMessage> messages = MessagesOf(rows);
+  ClientMemory client{*fake.backend, rows, messages};
+
+ private:
+  static std::vector<TestRow> InBf16(std::vector<TestRow> rows) {
+    for (TestRow& row : rows) row.final_dtype = DType::kBf16;
+    return rows;
+  }
+};
+
 class BegunSteps : public testing::TestWithParam<attention::IndexSet> {};
 
 // Every policy, some of several query tokens, beside rows that append nothing.
@@ -176,14 +199,8 @@ TEST_P(BegunSteps, TheClientIsTold) {
 
 // An answer of which the caller wants to tell the client itself.
 TEST_P(BegunSteps, TheHostMayTell) {
-  const FakeBackend fake = MakePreparingBackend();
-  TestSequence sequence = MakeHistory(0, GetParam());
-  Bring(fake, &sequence);
-  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-  const StepResult floats = RunStep(fake.backend.get(), 0, rows);
-  rows[0].final_dtype = DType::kBf16;
-  const std::vector<RowMessage> messages = MessagesOf(rows);
-  ClientMemory client(*fake.backend, rows, messages);
+  FinalRow step(GetParam());
+  auto& [fake, sequence, floats, rows, messages, client] = step;
   attention::ClientTurn turn = client.turn();
   turn.answer = nullptr;
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
@@ -191,7 +208,7 @@ TEST_P(BegunSteps, TheHostMayTell) {
   ASSERT_TRUE(prepared->takes_turn());
   const StepResult found =
       BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
-  ExpectFinalOut(found, floats, DType::kBf16);
+  ExpectFinalOut(found, RunStep(fake.backend.get(), 0, floats), DType::kBf16);
   EXPECT_FALSE(prepared->has_told());
   EXPECT_TRUE(client.untouched());
   const std::vector<float>& lse = found.rows[0].lse;
@@ -201,13 +218,8 @@ TEST_P(BegunSteps, TheHostMayTell) {
 
 // Not of an answer that is none: the caller refuses the row.
 TEST_P(BegunSteps, TheClientIsNotToldOfWhatIsNoNumber) {
-  const FakeBackend fake = MakePreparingBackend();
-  TestSequence sequence = MakeHistory(0, GetParam());
-  Bring(fake, &sequence);
-  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-  rows[0].final_dtype = DType::kBf16;
-  const std::vector<RowMessage> messages = MessagesOf(rows);
-  ClientMemory client(*fake.backend, rows, messages);
+  FinalRow step(GetParam());
+  auto& [fake, sequence, floats, rows, messages, client] = step;
   fake.control->Set({.nan_output = true});
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
   ASSERT_NE(prepared, nullptr);
@@ -255,13 +267,8 @@ TEST(BegunStep, WhatFailsBehindItsAnswerIsNotAnsweredAgain) {
   for (const bool tells : {true, false}) {
     for (const absl::StatusCode failure : {kInternal, kResourceExhausted}) {
       SCOPED_TRACE(testing::Message() << "tells " << tells << ", " << failure);
-      const FakeBackend fake = MakePreparingBackend();
-      TestSequence sequence = MakeHistory(0);
-      Bring(fake, &sequence);
-      std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-      rows[0].final_dtype = DType::kBf16;
-      const std::vector<RowMessage> messages = MessagesOf(rows);
-      ClientMemory client(*fake.backend, rows, messages);
+      FinalRow step;
+      auto& [fake, sequence, floats, rows, messages, client] = step;
       attention::ClientTurn turn = client.turn();
       if (!tells) turn.answer = nullptr;
       const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
@@ -356,13 +363,8 @@ TEST(BegunStep, WhatIsGivenUpBeforeTheRingTouchesNothing) {
 // Whatever was given up has nothing to begin with, and what is not launched yet begins later; so
 // does a step with more tokens than a gate lists.
 TEST(BegunStep, ThereMayBeNothingToBegin) {
-  const FakeBackend fake = MakePreparingBackend();
-  TestSequence sequence = MakeHistory(0);
-  Bring(fake, &sequence);
-  std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-  rows[0].final_dtype = DType::kBf16;
-  const std::vector<RowMessage> messages = MessagesOf(rows);
-  ClientMemory client(*fake.backend, rows, messages);
+  FinalRow step;
+  auto& [fake, sequence, floats, rows, messages, client] = step;
   auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
   ASSERT_NE(prepared, nullptr);
   prepared->GiveUp();
