@@ -18,6 +18,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "attention/policy/policy.h"
 #include "attention/policy_state/policy_state.h"
@@ -28,6 +29,7 @@
 #include "attention/segment/segment.h"
 #include "common/dtype.h"
 #include "common/model_shape.h"
+#include "common/shared_device_memory.h"
 
 namespace attnd::attention {
 
@@ -129,6 +131,12 @@ struct ClientTurn {
   // Null: the caller tells. Not without the two above, but for an lse that the client does not
   // want.
   uint64_t* answer = nullptr;
+  // Where the backend's device has the same once more, and the client as well: at memory_twin what
+  // is at `memory` here (Backend::ShareMemory). The device then awaits the ring there, takes the
+  // tokens from there, and, if there is an answer word, tells there, behind another out and lse,
+  // not here. Null: nowhere.
+  const std::byte* memory = nullptr;
+  std::byte* memory_twin = nullptr;
 };
 
 // A step that a backend got ready for before its queries were there (Backend::Prepare). It holds
@@ -319,6 +327,12 @@ class Backend {
   // device, or it cannot.
   virtual std::shared_ptr<const void> MapMemory(std::byte* /*memory*/, uint64_t /*bytes*/) const {
     return nullptr;
+  }
+  // Memory of the backend's device that a process of its own may map, too; `bytes` is a multiple of
+  // kSharedDeviceUnitBytes. The backend must outlive it. Unimplemented if there is no device, or
+  // one that cannot; ResourceExhausted if it has no room.
+  virtual absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t /*bytes*/) const {
+    return absl::UnimplementedError("the backend has no GPU that shares memory");
   }
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.

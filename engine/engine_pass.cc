@@ -208,6 +208,8 @@ class EngineImpl::PassImpl final : public Pass {
     if (tokens->empty()) return false;
     turn->ring = client.ring;
     turn->epoch = client.epoch;
+    turn->memory = client.memory;
+    turn->memory_twin = client.memory_twin;
     turn->tokens = *tokens;
     if (!HasPlaceFor(expected_.rows, client)) return true;
     turn->out = client.out.data();

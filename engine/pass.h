@@ -27,6 +27,9 @@ struct ClientLayer {
   std::span<std::byte> out = {};
   std::span<float> lse = {};  // beside AnswerBuffers::lse; empty: not wanted
   uint64_t* answer = nullptr;
+  // ClientTurn's.
+  const std::byte* memory = nullptr;
+  std::byte* memory_twin = nullptr;
 };
 
 // Made by Engine::BeginPass, which has checked the rows, and reserved memory for their tokens and

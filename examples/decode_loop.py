@@ -374,6 +374,8 @@ def main() -> int:
         session = stack.enter_context(
             client.cuda_session(shape, query_tokens_max=options.rows, spin_us=options.spin_us)
         )
+        met = "GPU memory" if session.in_gpu_memory else "the host's memory"
+        print(f"the loop's kernels and the server's meet in {met}")
         attention = AttndAttention(options, session)
         if options.check:
             return 0 if check(options, weights, attention, session, sequences) else 1

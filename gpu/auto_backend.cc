@@ -74,6 +74,10 @@ class AutoBackend : public Backend {
     return device_->MapMemory(memory, bytes);
   }
 
+  absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t bytes) const override {
+    return device_->ShareMemory(bytes);
+  }
+
   std::unique_ptr<PreparedStep> Prepare(const StepRequest& request,
                                         const attention::ClientTurn* turn) override {
     const bool devices = std::all_of(request.rows.begin(), request.rows.end(),

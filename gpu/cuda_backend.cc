@@ -229,6 +229,19 @@ class CudaBackend : public Backend {
     return {memory, [device = device_](const std::byte* of) { device->UnmapHostMemory(of); }};
   }
 
+  // Only steps that take a client's turn use it.
+  absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t bytes) const override {
+    if (!options_.launch_ahead) return Backend::ShareMemory(bytes);
+    ATTND_RETURN_IF_ERROR(Health());
+    absl::StatusOr<SharedDeviceMemory> shared = device_->Share(bytes);
+    if (shared.ok()) {
+      // It may be the last to go that knows the device.
+      shared->memory = {shared->memory.get(),
+                        [device = device_, memory = shared->memory](const void*) {}};
+    }
+    return shared;
+  }
+
   absl::Status Step(const StepRequest& asked) override {
     // What the CPU answers in the device's place waits for pages only as long as is left.
     const StepRequest request = attention::Begun(asked);

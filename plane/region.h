@@ -7,28 +7,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "common/owned_fd.h"
 
 namespace attnd::plane {
-
-// Owns a file descriptor. Movable.
-class OwnedFd {
- public:
-  OwnedFd() = default;
-  explicit OwnedFd(int fd) : fd_(fd) {}
-  ~OwnedFd();
-  OwnedFd(OwnedFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  OwnedFd& operator=(OwnedFd&& other) noexcept;
-
-  int get() const { return fd_; }
-  bool valid() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;  // -1: none
-};
 
 // A mapping of a memfd that can neither shrink nor grow, so that every byte of the mapping can be
 // touched for as long as it lives, whatever the other side does to the file. A hole that the other

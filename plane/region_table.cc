@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "common/status.h"
 #include "glog/logging.h"
 
 namespace attnd::plane {
@@ -15,8 +16,7 @@ RegionUse::~RegionUse() {
 RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
   std::swap(table_, other.table_);
   std::swap(id_, other.id_);
-  std::swap(region_, other.region_);
-  std::swap(device_sees_, other.device_sees_);
+  std::swap(view_, other.view_);
   return *this;
 }
 
@@ -53,8 +53,40 @@ uint64_t RegionTable::NewIdLocked() {
   return id;
 }
 
+absl::Status RegionTable::ReserveTwin(uint64_t bytes) {
+  const MutexLock lock(mutex_);
+  if (bytes > limits_.twin_bytes_max || twin_bytes_ > limits_.twin_bytes_max - bytes) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("client_device_memory_bytes: a twin of ", bytes, " bytes, while ", twin_bytes_,
+                     " are registered; allowed are ", limits_.twin_bytes_max, " in all"));
+  }
+  twin_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(Mapped* memory) {
+  if (device_.make_twin == nullptr || memory->device_view == nullptr) {
+    return absl::UnimplementedError("no GPU of the server's sees the region");
+  }
+  constexpr uint64_t kUnit = kSharedDeviceUnitBytes;
+  RegisteredTwin twin;
+  twin.bytes = (memory->region->bytes() + kUnit - 1) / kUnit * kUnit;
+  ATTND_RETURN_IF_ERROR(ReserveTwin(twin.bytes));
+  absl::StatusOr<SharedDeviceMemory> made = device_.make_twin(twin.bytes);
+  if (!made.ok()) {
+    const MutexLock lock(mutex_);
+    twin_bytes_ -= twin.bytes;
+    return made.status();
+  }
+  twin.device = made->device;
+  twin.descriptor = std::move(made->descriptor);
+  memory->twin = *std::move(made);
+  memory->twin_bytes = twin.bytes;
+  return twin;
+}
+
 absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::string_view tenant,
-                                                       uint64_t bytes) {
+                                                       uint64_t bytes, bool with_twin) {
   if (bytes == 0) return absl::InvalidArgumentError("bytes is 0; allowed are 1 and more");
   {
     const MutexLock lock(mutex_);
@@ -70,7 +102,8 @@ absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::stri
   Mapped memory;
   if (made.ok()) {
     memory.region = *std::move(region);
-    if (mapper_ != nullptr) memory.device_view = mapper_(memory.region->data(), bytes);
+    if (device_.map != nullptr) memory.device_view = device_.map(memory.region->data(), bytes);
+    if (with_twin) result.twin = MakeTwin(&memory);
   }
   const MutexLock lock(mutex_);
   --pending_;
@@ -90,6 +123,7 @@ void RegionTable::RemoveLocked(uint64_t id, std::vector<Mapped>* unmapped) {
   found->second.gone = true;
   if (found->second.in_use) return;
   bytes_ -= found->second.memory.region->bytes();
+  twin_bytes_ -= found->second.memory.twin_bytes;
   unmapped->push_back(std::move(found->second.memory));
   entries_.erase(found);
 }
@@ -142,7 +176,10 @@ absl::StatusOr<RegionUse> RegionTable::Use(absl::string_view tenant, uint64_t id
   }
   found->second.in_use = true;
   const Mapped& memory = found->second.memory;
-  return RegionUse(this, id, memory.region.get(), memory.device_view != nullptr);
+  return RegionUse(this, id,
+                   {.region = memory.region.get(),
+                    .device_sees = memory.device_view != nullptr,
+                    .twin = memory.twin.data});
 }
 
 void RegionTable::EndUse(uint64_t id) {
@@ -156,7 +193,8 @@ void RegionTable::EndUse(uint64_t id) {
 
 RegionTable::Usage RegionTable::usage() const {
   const MutexLock lock(mutex_);
-  Usage usage = {.regions = entries_.size(), .bytes = bytes_, .in_use = 0};
+  Usage usage = {
+      .regions = entries_.size(), .bytes = bytes_, .twin_bytes = twin_bytes_, .in_use = 0};
   for (const auto& [id, entry] : entries_) usage.in_use += entry.in_use ? 1 : 0;
   return usage;
 }

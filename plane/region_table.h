@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <utility>
@@ -19,6 +20,8 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "common/mutex.h"
+#include "common/owned_fd.h"
+#include "common/shared_device_memory.h"
 #include "plane/region.h"
 
 namespace attnd::plane {
@@ -29,6 +32,7 @@ using OwnerId = uint64_t;
 // Names of the options in messages are those of config.proto.
 struct RegionLimits {
   uint64_t bytes_max = 0;           // client_memory_bytes: of all regions together
+  uint64_t twin_bytes_max = 0;      // client_device_memory_bytes: of all twins together
   uint32_t regions_max = 0;         // max_memory_regions: of all clients together
   uint32_t client_regions_max = 0;  // of one client
 };
@@ -39,9 +43,19 @@ struct RegionInfo {
   bool in_use = false;
 };
 
+// What a client needs of a region's twin.
+struct RegisteredTwin {
+  uint64_t bytes = 0;  // whole units of kSharedDeviceUnitBytes
+  std::string device;  // SharedDeviceMemory::device
+  OwnedFd descriptor;
+};
+
 struct RegisteredRegion {
   RegionInfo info;
   OwnedFd descriptor;  // for the client
+  // Unimplemented, if nobody has asked for one or there is no device that could have it;
+  // ResourceExhausted, naming the limit, or what else kept it.
+  absl::StatusOr<RegisteredTwin> twin = absl::UnimplementedError("no twin was asked for");
 };
 
 class RegionTable;
@@ -52,29 +66,37 @@ class RegionUse {
   RegionUse() = default;
   ~RegionUse();
   RegionUse(RegionUse&& other) noexcept
-      : table_(std::exchange(other.table_, nullptr)),
-        id_(other.id_),
-        region_(other.region_),
-        device_sees_(other.device_sees_) {}
+      : table_(std::exchange(other.table_, nullptr)), id_(other.id_), view_(other.view_) {}
   RegionUse& operator=(RegionUse&& other) noexcept;
 
-  std::byte* data() const { return region_->data(); }
-  uint64_t bytes() const { return region_->bytes(); }
-  bool device_sees() const { return device_sees_; }
+  std::byte* data() const { return view_.region->data(); }
+  uint64_t bytes() const { return view_.region->bytes(); }
+  bool device_sees() const { return view_.device_sees; }
+  // Where a device that sees the region has its twin; null: there is none.
+  std::byte* twin() const { return view_.twin; }
 
  private:
   friend class RegionTable;
-  RegionUse(RegionTable* table, uint64_t id, const Region* region, bool device_sees)
-      : table_(table), id_(id), region_(region), device_sees_(device_sees) {}
+  struct View {
+    const Region* region = nullptr;
+    bool device_sees = false;
+    std::byte* twin = nullptr;
+  };
+  RegionUse(RegionTable* table, uint64_t id, const View& view)
+      : table_(table), id_(id), view_(view) {}
 
   RegionTable* table_ = nullptr;  // null: holds nothing
   uint64_t id_ = 0;
-  const Region* region_ = nullptr;
-  bool device_sees_ = false;
+  View view_;
 };
 
-// Lets a device of the server's see a region, until what it gives is gone; null: it does not.
-using RegionMapper = std::function<std::shared_ptr<const void>(std::byte* data, uint64_t bytes)>;
+// What a device of the server's does for regions. Both may be called by several threads at once.
+struct RegionDevice {
+  // Lets it see a region, until what this gives is gone; null: it does not.
+  std::function<std::shared_ptr<const void>(std::byte* data, uint64_t bytes)> map;
+  // Makes memory of its own for a twin: whole units of kSharedDeviceUnitBytes.
+  std::function<absl::StatusOr<SharedDeviceMemory>(uint64_t bytes)> make_twin;
+};
 
 // Ids are drawn at random from 64 bits: who has not been told one does not find it. Besides, a
 // region is only there for its tenant.
@@ -82,21 +104,24 @@ using RegionMapper = std::function<std::shared_ptr<const void>(std::byte* data, 
 // A region that is unregistered while a pass uses it is gone for everybody but this pass, and
 // counts against the limits until the pass ends.
 //
+// A region may have a twin: as much memory of the device's, rounded up, in which a client on the
+// same device has the same things at the same offsets (plane/words.h). It goes with its region.
+//
 // Thread-safety: all methods may be called from any thread.
 class RegionTable {
  public:
-  // mapper: called for each region that is made; may be null.
-  explicit RegionTable(const RegionLimits& limits, RegionMapper mapper = nullptr)
-      : limits_(limits), mapper_(std::move(mapper)) {}
+  // device: null functions where there is none.
+  explicit RegionTable(const RegionLimits& limits, RegionDevice device = {})
+      : limits_(limits), device_(std::move(device)) {}
   RegionTable(const RegionTable&) = delete;
   RegionTable& operator=(const RegionTable&) = delete;
   // No region may be in use.
   ~RegionTable();
 
   // InvalidArgument for 0 bytes; ResourceExhausted, naming the limit, beyond one, and if the system
-  // refuses the memory.
-  absl::StatusOr<RegisteredRegion> Register(OwnerId owner, absl::string_view tenant,
-                                            uint64_t bytes);
+  // refuses the memory. A region that is to have a twin and cannot have one comes without.
+  absl::StatusOr<RegisteredRegion> Register(OwnerId owner, absl::string_view tenant, uint64_t bytes,
+                                            bool with_twin = false);
   // NotFound if the owner has no such region.
   absl::Status Unregister(OwnerId owner, uint64_t id);
   // By ascending id.
@@ -110,16 +135,19 @@ class RegionTable {
   struct Usage {
     uint64_t regions = 0;
     uint64_t bytes = 0;
+    uint64_t twin_bytes = 0;
     uint64_t in_use = 0;
   };
   Usage usage() const;
 
  private:
   friend class RegionUse;
-  // A region, and a device's view of it, which goes first.
+  // A region, and a device's view of it and of its twin, which go first.
   struct Mapped {
     std::unique_ptr<Region> region;
     std::shared_ptr<const void> device_view;  // null: none
+    SharedDeviceMemory twin;                  // without a descriptor; all null: none
+    uint64_t twin_bytes = 0;
   };
   struct Entry {
     Mapped memory;
@@ -131,6 +159,9 @@ class RegionTable {
 
   absl::Status CheckRoomLocked(OwnerId owner, uint64_t bytes) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Makes the region's twin, which is counted from here on.
+  absl::StatusOr<RegisteredTwin> MakeTwin(Mapped* memory);
+  absl::Status ReserveTwin(uint64_t bytes);
   uint64_t NewIdLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the region out of the table, or marks it; what is to be unmapped goes to `unmapped`.
   void RemoveLocked(uint64_t id, std::vector<Mapped>* unmapped)
@@ -138,13 +169,14 @@ class RegionTable {
   void EndUse(uint64_t id);
 
   const RegionLimits limits_;
-  const RegionMapper mapper_;
+  const RegionDevice device_;
 
   mutable Mutex mutex_;
   std::random_device random_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<uint64_t, Entry> entries_ ABSL_GUARDED_BY(mutex_);
-  uint64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;    // of entries_, and of regions being made
-  uint64_t pending_ ABSL_GUARDED_BY(mutex_) = 0;  // regions being made
+  uint64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;       // of entries_, and of regions being made
+  uint64_t twin_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // likewise
+  uint64_t pending_ ABSL_GUARDED_BY(mutex_) = 0;     // regions being made
 };
 
 }  // namespace attnd::plane

@@ -20,7 +20,17 @@
 // taken for a turn. So a client whose GPU rings may declare a pass while the server answers the one
 // before, whose rings the word still has.
 //
-// Both words lie in memory that the client can write at any time. So the server believes `ring`
+// A region's twin (plane/region_table.h) has these words, too, and q, k, v, out and lse, at the
+// region's offsets. It is a shorter way for two GPU kernels to meet, a client's and the server's,
+// and nothing rests on it:
+//
+//   client   writes q, k and v and its ring to the twin, then all of them to the region
+//   server   if its GPU took the turn from the twin and tells of the answer by itself, it does so
+//            in the twin, behind out and lse there; all else the region's words say
+//
+// So a client waits for both answer words, and finds out and lse where it was told.
+//
+// All words lie in memory that the client can write at any time. So the server believes `ring`
 // only where it is the epoch that the server waits for, and never reads back what the server wrote.
 #ifndef ATTND_PLANE_WORDS_H_
 #define ATTND_PLANE_WORDS_H_

@@ -59,12 +59,15 @@ StepExecutor::Options CallOptions(const ServerOptions& options) {
 
 plane::RegionLimits MemoryLimits(const ServerOptions& options) {
   return {.bytes_max = options.client_memory_bytes,
+          .twin_bytes_max = options.client_device_memory_bytes,
           .regions_max = options.max_memory_regions,
           .client_regions_max = kClientRegionsMax};
 }
 
-plane::RegionMapper MapperOf(const attention::Backend* backend) {
-  return [backend](std::byte* data, uint64_t bytes) { return backend->MapMemory(data, bytes); };
+plane::RegionDevice DeviceOf(const attention::Backend* backend) {
+  return {
+      .map = [backend](std::byte* data, uint64_t bytes) { return backend->MapMemory(data, bytes); },
+      .make_twin = [backend](uint64_t bytes) { return backend->ShareMemory(bytes); }};
 }
 
 v1::GpuSharing GpuSharingOf(const attention::Backend& backend, const Machine& machine) {
@@ -93,7 +96,7 @@ class ServerImpl final : public Server {
         ends_(EndOptions(options)),
         memory_(options.allow_client_memory
                     ? std::make_unique<MemoryPlane>(MemoryLimits(options),
-                                                    MapperOf(&engine->backend()),
+                                                    DeviceOf(&engine->backend()),
                                                     options.max_memory_passes)
                     : nullptr),
         requests_(options, &trimmer_),
@@ -251,7 +254,10 @@ absl::Status ServerImpl::Build(const std::vector<ListenAddress>& addresses) {
 ClientMemoryUsage ServerImpl::MemoryUsage() const {
   if (memory_ == nullptr) return {};
   const plane::RegionTable::Usage usage = memory_->regions()->usage();
-  return {.regions = usage.regions, .bytes = usage.bytes, .passes = memory_->passes()};
+  return {.regions = usage.regions,
+          .bytes = usage.bytes,
+          .device_bytes = usage.twin_bytes,
+          .passes = memory_->passes()};
 }
 
 void ServerImpl::SetServing() {

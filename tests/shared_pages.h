@@ -39,6 +39,8 @@ class SharedPages {
     if (taken_ > bytes_) std::abort();
     return piece;
   }
+  std::byte* data() const { return memory_.get(); }
+  size_t bytes() const { return bytes_; }
   bool device_sees() const { return mapping_ != nullptr; }
 
  private:

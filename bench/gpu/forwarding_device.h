@@ -33,6 +33,7 @@ class ForwardingDevice : public gpu::Device {
     return device_->MapHostMemory(memory, bytes);
   }
   void UnmapHostMemory(const std::byte* memory) override { device_->UnmapHostMemory(memory); }
+  absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) override { return device_->Share(bytes); }
   absl::Status Clear(std::byte* memory, size_t bytes) override {
     return device_->Clear(memory, bytes);
   }

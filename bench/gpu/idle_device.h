@@ -75,6 +75,9 @@ class IdleDevice : public gpu::Device {
     return absl::ResourceExhaustedError("the idle device maps nothing");
   }
   void UnmapHostMemory(const std::byte* /*memory*/) override {}
+  absl::StatusOr<SharedDeviceMemory> Share(size_t /*bytes*/) override {
+    return absl::UnimplementedError("the idle device has no memory");
+  }
   absl::Status Clear(std::byte* /*memory*/, size_t /*bytes*/) override { return absl::OkStatus(); }
   absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
     return std::make_unique<IdleStream>();

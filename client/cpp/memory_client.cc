@@ -16,8 +16,6 @@
 namespace attnd {
 namespace {
 
-using plane::OwnedFd;
-
 constexpr size_t kPacketBytesMax = 4096;
 
 absl::Status SystemError(const char* call) {

@@ -44,11 +44,10 @@ class MemoryClient {
   absl::StatusOr<std::vector<v1::RegionInfo>> List();
 
  private:
-  explicit MemoryClient(plane::OwnedFd socket) : socket_(std::move(socket)) {}
-  absl::StatusOr<v1::MemoryReply> Call(const v1::MemoryRequest& request,
-                                       plane::OwnedFd* descriptor);
+  explicit MemoryClient(OwnedFd socket) : socket_(std::move(socket)) {}
+  absl::StatusOr<v1::MemoryReply> Call(const v1::MemoryRequest& request, OwnedFd* descriptor);
 
-  const plane::OwnedFd socket_;
+  const OwnedFd socket_;
 };
 
 }  // namespace attnd

@@ -16,6 +16,7 @@
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/cuda_stream.h"
 #include "gpu/cuda/index/index_build.cuh"
+#include "gpu/cuda/shared_block.h"
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/device/device.h"
 
@@ -90,6 +91,7 @@ class CudaDevice : public Device {
   CudaDevice(int device, const cudaDeviceProp& properties)
       : device_(device),
         name_(properties.name),
+        uuid_(properties.uuid.bytes, sizeof(properties.uuid.bytes)),
         memory_bytes_(properties.totalGlobalMem),
         multiprocessors_(static_cast<uint32_t>(properties.multiProcessorCount)),
         has_cooperative_groups_(RunsCooperativeGroups(device)),
@@ -137,6 +139,17 @@ class CudaDevice : public Device {
     if (!UseDevice(device_).ok()) return;
     static_cast<void>(cudaHostUnregister(const_cast<std::byte*>(memory)));
   }
+  absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) override {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
+    SharedDeviceMemory shared;
+    ATTND_ASSIGN_OR_RETURN(auto block, SharedBlock::Create(device_, bytes, &shared.descriptor));
+    // What it had was another process's, perhaps.
+    ATTND_RETURN_IF_ERROR(Clear(block->data(), bytes));
+    shared.data = block->data();
+    shared.memory = std::move(block);
+    shared.device = uuid_;
+    return shared;
+  }
   absl::Status Clear(std::byte* memory, size_t bytes) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     cudaStream_t stream = nullptr;
@@ -156,6 +169,7 @@ class CudaDevice : public Device {
  private:
   const int device_;
   const std::string name_;
+  const std::string uuid_;
   const uint64_t memory_bytes_;
   const uint32_t multiprocessors_;
   const bool has_cooperative_groups_;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Memory of the host that it, or another GPU, writes or reads while a kernel runs, for which C++
-// has no words: as instructions.cuh, tests run it over a form in C++ (tests/gpu/emulated).
+// Memory that the host, another GPU, or another process on this one writes or reads while a kernel
+// runs, for which C++ has no words: as instructions.cuh, tests run it over a form in C++
+// (tests/gpu/emulated).
 #ifndef ATTND_GPU_CUDA_HOST_MEMORY_CUH_
 #define ATTND_GPU_CUDA_HOST_MEMORY_CUH_
 
@@ -26,6 +27,8 @@ __device__ __forceinline__ uint32_t PeekHostWord(const uint32_t* word) {
 // Between two looks at such words: a kernel that reads host memory without a pause holds up those
 // beside it (docs/PERFORMANCE.md, "A model server's loop on one GPU").
 __device__ __forceinline__ void PauseForHost() { __nanosleep(500); }
+// The same of words in the device's memory, which another process's kernels write.
+__device__ __forceinline__ void PauseForNear() { __nanosleep(40); }
 
 // What the thread has written, and has seen of others, is there for the host before what it writes
 // next. Not __threadfence_system(), which also puts all fences into one order and takes longer.

@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/model_shape.h"
+#include "common/shared_device_memory.h"
 #include "gpu/device/pcie_meter.h"
 #include "gpu/layout/index_layout.h"
 #include "gpu/layout/kernel_shapes.h"
@@ -137,6 +138,9 @@ class Device {
   // does not let it be pinned.
   virtual absl::Status MapHostMemory(const std::byte* memory, size_t bytes) = 0;
   virtual void UnmapHostMemory(const std::byte* memory) = 0;  // what MapHostMemory was given
+  // Memory of the device that another process may map, too: `bytes` is a multiple of
+  // kSharedDeviceUnitBytes. Unimplemented if the device cannot.
+  virtual absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) = 0;
   // Fills device memory with zeros, and waits for it. No step may use the memory.
   virtual absl::Status Clear(std::byte* memory, size_t bytes) = 0;
   virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream() = 0;

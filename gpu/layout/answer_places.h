@@ -26,6 +26,9 @@ inline constexpr uint32_t kFlawed = 1u << 31;
 struct AnswerPlaces {
   std::byte* out;  // [query_tokens][query_heads][value_dim] of StepHeader::out_dtype
   float* lse;      // a second one, beside StepHeader::lse; null: none
+  // Once more, in the device's memory: where the client looks if it is told at `turn`. Null: none.
+  std::byte* twin_out;
+  float* twin_lse;
   // A pair of words that become {epoch, 0} behind out and lse, if the host allows it and every lse
   // is a number; null: the host tells.
   uint64_t* turn;
@@ -34,7 +37,7 @@ struct AnswerPlaces {
   uint32_t allowed;  // 1: the host has found these tokens good
   uint32_t reserved;
 };
-static_assert(sizeof(AnswerPlaces) == 40);
+static_assert(sizeof(AnswerPlaces) == 56);
 
 }  // namespace attnd::gpu
 

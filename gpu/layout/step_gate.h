@@ -33,7 +33,8 @@ struct TokenMove {
 //   a client    sets the word at `ring` to `epoch`: the rest of the input was whole before the
 //               launch, and the device takes the tokens from the client's memory. It leaves a copy
 //               of what it has taken in the host's input, and sets `taken`. Once the host has
-//               looked at that copy, it may set `allowed`.
+//               looked at that copy, it may set `allowed`. Word and tokens lie in the host's
+//               memory, or, if the ring is near, in the device's.
 //
 // A step that both open may go either way; the host then asks for no answer of it.
 struct StepGate {
@@ -42,11 +43,12 @@ struct StepGate {
   alignas(128) uint32_t taken;
   alignas(128) uint32_t allowed;
   // What follows is written before the launch.
-  alignas(128) const uint32_t* ring;  // null: no client opens it
+  alignas(128) const uint32_t* ring;  // null: no client opens it, and what follows says nothing
   const std::byte* tokens;
   uint32_t epoch;
   uint32_t moves_count;
-  AnswerPlaces answer;  // what the input's become: taken is 1
+  uint32_t ring_is_near;  // 1: it lies in the device's memory
+  AnswerPlaces answer;    // what the input's become: taken is 1
   alignas(128) TokenMove moves[kMovesMax];
 };
 static_assert(std::is_trivially_copyable_v<StepGate> && offsetof(StepGate, moves) == 512);

@@ -34,6 +34,13 @@ uint64_t FirstAppended(const RowDescription& row) {
   return row.causal ? row.tail_limit - 1 : row.tail_end();
 }
 
+// Where the turn's twin has what is at `place` of its memory.
+template <typename T>
+T* InTwin(const attention::ClientTurn& turn, T* place) {
+  return reinterpret_cast<T*>(turn.memory_twin +
+                              (reinterpret_cast<const std::byte*>(place) - turn.memory));
+}
+
 // The lowest address of any row's tokens.
 const std::byte* FirstOf(std::span<const attention::RowTokens> rows) {
   const std::byte* first = rows.front().queries;
@@ -251,14 +258,21 @@ bool StepWriter::WriteTurn(const attention::ClientTurn& turn, StepGate* gate) {
     }
   });
   if (!fits) return false;
-  gate->ring = turn.ring;
+  const bool near = turn.memory_twin != nullptr;
+  gate->ring = near ? InTwin(turn, turn.ring) : turn.ring;
+  gate->ring_is_near = near ? 1 : 0;
   gate->epoch = turn.epoch;
-  gate->tokens = tokens;
+  gate->tokens = near ? InTwin(turn, tokens) : tokens;
   gate->moves_count = count;
   gate->answer = own_answer_;
   if (turn.out != nullptr) gate->answer.out = turn.out;
   gate->answer.lse = turn.lse;
   gate->answer.turn = turn.answer;
+  if (near && turn.answer != nullptr) {
+    gate->answer.turn = InTwin(turn, turn.answer);
+    gate->answer.twin_out = InTwin(turn, turn.out);
+    if (turn.lse != nullptr) gate->answer.twin_lse = InTwin(turn, turn.lse);
+  }
   gate->answer.epoch = turn.epoch;
   gate->answer.taken = 1;
   return true;

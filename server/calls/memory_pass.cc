@@ -65,6 +65,7 @@ MemoryPass::MemoryPass(const Stream& stream, const v1::PassMemory& proto, plane:
       region_(std::move(region)),
       spin_(proto.spin_us()),
       waiting_(proto.device_rings() ? plane::Waiting::kLooking : plane::Waiting::kWoken),
+      in_twin_(proto.in_twin()),
       out_span_(ToSpan(proto.out())),
       lse_span_(ToSpan(proto.lse())),
       q_{.span = ToSpan(proto.q()), .copy = nullptr},
@@ -87,6 +88,10 @@ absl::StatusOr<std::unique_ptr<MemoryPass>> MemoryPass::Declare(const Stream& st
   ATTND_RETURN_IF_ERROR(plane::CheckSpan("begin_pass.memory.words",
                                          {.offset = proto.words_offset(), .layer_stride = 0},
                                          sizeof(plane::Words), 1, region.bytes()));
+  if (proto.in_twin() && (!proto.device_rings() || region.twin() == nullptr)) {
+    return Invalid("begin_pass.memory.in_twin",
+                   " is set; allowed with device_rings and a region that has a twin");
+  }
   std::unique_ptr<MemoryPass> pass(new MemoryPass(stream, proto, std::move(region)));
   ATTND_RETURN_IF_ERROR(pass->Check());
   ATTND_RETURN_IF_ERROR(pass->MakeCopies());
@@ -291,6 +296,8 @@ engine::ClientLayer MemoryPass::InMemory(uint32_t layer) const {
   if (v_.bytes > 0) client.args.v.data = InRegion(v_, layer);
   client.ring = turns_.ring();
   client.epoch = turns_.epoch();
+  client.memory = region_.data();
+  client.memory_twin = in_twin_ ? region_.twin() : nullptr;
   if (stream_.step->output_dtype == DType::kFp32) return client;
   const std::span out(OutOf(layer),
                       declared_.out_floats() * DTypeBytes(stream_.step->output_dtype));

@@ -135,6 +135,7 @@ class MemoryPass {
   const plane::RegionUse region_;
   const std::chrono::microseconds spin_;
   const plane::Waiting waiting_;
+  const bool in_twin_;  // the client takes its turns in the region's twin, too
   const plane::Span out_span_;
   const plane::Span lse_span_;
   Input q_, k_, v_;  // constant after Declare, but for the copies' bytes

@@ -18,10 +18,10 @@ namespace attnd::server {
 // Thread-safety: Start belongs to one thread; all other methods may be called from any thread.
 class MemoryPlane {
  public:
-  // mapper: the backend's (plane::RegionMapper).
-  MemoryPlane(const plane::RegionLimits& limits, plane::RegionMapper mapper, uint32_t passes_max)
+  // device: the backend's.
+  MemoryPlane(const plane::RegionLimits& limits, plane::RegionDevice device, uint32_t passes_max)
       : passes_max_(passes_max),
-        regions_(limits, std::move(mapper)),
+        regions_(limits, std::move(device)),
         threads_({.workers = passes_max, .inline_slots = 0, .queue_max = passes_max}) {}
 
   // Before the first pass. ResourceExhausted if the system refuses a thread.

@@ -36,6 +36,7 @@ void FillLimits(const UnaryContext& context, v1::Limits* limits) {
 void FillClientMemory(const ServerOptions& options, v1::ClientMemory* memory) {
   memory->set_socket(options.MemorySocketPath());
   memory->set_bytes(options.client_memory_bytes);
+  memory->set_device_bytes(options.client_device_memory_bytes);
   memory->set_regions(options.max_memory_regions);
   memory->set_clients(options.max_memory_clients);
   memory->set_passes(options.max_memory_passes);

@@ -3,6 +3,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
@@ -13,27 +14,42 @@ namespace {
 // As of the metadata attnd-tenant.
 constexpr size_t kRegionTenantBytesMax = 256;
 
+v1::Status ToProto(const absl::Status& status) {
+  v1::Status proto;
+  proto.set_code(static_cast<int32_t>(status.code()));
+  proto.set_message(std::string(status.message()));
+  return proto;
+}
+
 absl::Status Register(const v1::RegisterRegionRequest& request, plane::OwnerId owner,
-                      plane::RegionTable* regions, plane::OwnedFd* descriptor,
+                      plane::RegionTable* regions, std::vector<OwnedFd>* descriptors,
                       v1::RegisterRegionResponse* reply) {
   if (request.tenant().size() > kRegionTenantBytesMax) {
     return absl::InvalidArgumentError(absl::StrCat(
         "tenant has ", request.tenant().size(), " bytes; allowed are 0..", kRegionTenantBytesMax));
   }
-  ATTND_ASSIGN_OR_RETURN(plane::RegisteredRegion region,
-                         regions->Register(owner, request.tenant(), request.bytes()));
+  ATTND_ASSIGN_OR_RETURN(
+      plane::RegisteredRegion region,
+      regions->Register(owner, request.tenant(), request.bytes(), request.twin()));
   reply->set_region_id(region.info.id);
   reply->set_bytes(region.info.bytes);
-  *descriptor = std::move(region.descriptor);
+  descriptors->push_back(std::move(region.descriptor));
+  if (region.twin.ok()) {
+    reply->mutable_twin()->set_bytes(region.twin->bytes);
+    reply->mutable_twin()->set_gpu_uuid(region.twin->device);
+    descriptors->push_back(std::move(region.twin->descriptor));
+  } else if (request.twin()) {
+    *reply->mutable_no_twin() = ToProto(region.twin.status());
+  }
   return absl::OkStatus();
 }
 
 absl::Status Answer(const v1::MemoryRequest& request, plane::OwnerId owner,
-                    plane::RegionTable* regions, plane::OwnedFd* descriptor,
+                    plane::RegionTable* regions, std::vector<OwnedFd>* descriptors,
                     v1::MemoryReply* reply) {
   switch (request.call_case()) {
     case v1::MemoryRequest::kRegisterRegion:
-      return Register(request.register_region(), owner, regions, descriptor,
+      return Register(request.register_region(), owner, regions, descriptors,
                       reply->mutable_register_region());
     case v1::MemoryRequest::kUnregisterRegion:
       reply->mutable_unregister_region();
@@ -58,13 +74,12 @@ absl::Status Answer(const v1::MemoryRequest& request, plane::OwnerId owner,
 
 v1::MemoryReply MemoryRefusal(const absl::Status& status) {
   v1::MemoryReply reply;
-  reply.mutable_status()->set_code(static_cast<int32_t>(status.code()));
-  reply.mutable_status()->set_message(std::string(status.message()));
+  *reply.mutable_status() = ToProto(status);
   return reply;
 }
 
 v1::MemoryReply AnswerMemoryCall(absl::string_view packet, plane::OwnerId owner,
-                                 plane::RegionTable* regions, plane::OwnedFd* descriptor) {
+                                 plane::RegionTable* regions, std::vector<OwnedFd>* descriptors) {
   if (packet.size() > kMemoryPacketBytesMax) {
     return MemoryRefusal(absl::InvalidArgumentError(
         absl::StrCat("the packet has more than ", kMemoryPacketBytesMax, " bytes")));
@@ -74,7 +89,7 @@ v1::MemoryReply AnswerMemoryCall(absl::string_view packet, plane::OwnerId owner,
     return MemoryRefusal(absl::InvalidArgumentError("the packet is no MemoryRequest"));
   }
   v1::MemoryReply reply;
-  const absl::Status status = Answer(request, owner, regions, descriptor, &reply);
+  const absl::Status status = Answer(request, owner, regions, descriptors, &reply);
   if (!status.ok()) return MemoryRefusal(status);
   reply.mutable_status();
   return reply;

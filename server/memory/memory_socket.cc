@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <span>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,8 +23,6 @@
 
 namespace attnd::server {
 namespace {
-
-using plane::OwnedFd;
 
 constexpr int kBacklog = 64;
 // Between two looks after the system had no descriptor for a client: the client stays in the queue.
@@ -51,24 +50,26 @@ absl::StatusOr<OwnedFd> Bind(const std::string& path) {
   return socket;
 }
 
-// Sends a packet with the descriptor, if there is one. False if the client is gone or does not
-// read.
-bool SendPacket(int socket, const v1::MemoryReply& reply, const OwnedFd& descriptor) {
+// Sends a packet with the descriptors, up to kMemoryDescriptorsMax. False if the client is gone or
+// does not read.
+bool SendPacket(int socket, const v1::MemoryReply& reply, std::span<const OwnedFd> descriptors) {
   std::string bytes = reply.SerializeAsString();
   iovec part = {bytes.data(), bytes.size()};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMemoryDescriptorsMax * sizeof(int))> control{};
+  CHECK_LE(descriptors.size(), kMemoryDescriptorsMax);
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
-  if (descriptor.valid()) {
+  if (!descriptors.empty()) {
     message.msg_control = control.data();
-    message.msg_controllen = control.size();
+    message.msg_controllen = CMSG_SPACE(descriptors.size() * sizeof(int));
     cmsghdr* const head = CMSG_FIRSTHDR(&message);
     head->cmsg_level = SOL_SOCKET;
     head->cmsg_type = SCM_RIGHTS;
-    head->cmsg_len = CMSG_LEN(sizeof(int));
-    const int fd = descriptor.get();
-    std::memcpy(CMSG_DATA(head), &fd, sizeof(fd));
+    head->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
+    std::array<int, kMemoryDescriptorsMax> fds{};
+    for (size_t i = 0; i < descriptors.size(); ++i) fds[i] = descriptors[i].get();
+    std::memcpy(CMSG_DATA(head), fds.data(), descriptors.size() * sizeof(int));
   }
   return sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) ==
          static_cast<ssize_t>(bytes.size());
@@ -137,7 +138,7 @@ void MemorySocket::Accept() {
     return;
   }
   if (const absl::Status status = Admit(socket.get()); !status.ok()) {
-    Send(socket.get(), MemoryRefusal(status), OwnedFd());
+    Send(socket.get(), MemoryRefusal(status), {});
     return;
   }
   connections_.push_back({.socket = std::move(socket), .owner = next_owner_++});
@@ -160,10 +161,11 @@ absl::Status MemorySocket::Admit(int socket) const {
   return absl::OkStatus();
 }
 
-bool MemorySocket::Send(int socket, const v1::MemoryReply& reply, const OwnedFd& descriptor) const {
+bool MemorySocket::Send(int socket, const v1::MemoryReply& reply,
+                        std::span<const OwnedFd> descriptors) const {
   const auto code = static_cast<absl::StatusCode>(reply.status().code());
   if (code == absl::StatusCode::kResourceExhausted && options_.on_full) options_.on_full();
-  return SendPacket(socket, reply, descriptor);
+  return SendPacket(socket, reply, descriptors);
 }
 
 bool MemorySocket::Serve(const Connection& connection) {
@@ -173,10 +175,10 @@ bool MemorySocket::Serve(const Connection& connection) {
   const ssize_t bytes = recv(connection.socket.get(), packet.data(), packet.size(), MSG_DONTWAIT);
   if (bytes < 0) return errno == EAGAIN || errno == EINTR;
   if (bytes == 0) return false;
-  OwnedFd descriptor;
+  std::vector<OwnedFd> descriptors;
   const v1::MemoryReply reply = AnswerMemoryCall({packet.data(), static_cast<size_t>(bytes)},
-                                                 connection.owner, regions_, &descriptor);
-  return Send(connection.socket.get(), reply, descriptor);
+                                                 connection.owner, regions_, &descriptors);
+  return Send(connection.socket.get(), reply, descriptors);
 }
 
 void MemorySocket::End(size_t number) {

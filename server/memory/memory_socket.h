@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attnd/v1/memory.pb.h"
+#include "common/owned_fd.h"
 #include "plane/region_table.h"
 
 namespace attnd::server {
@@ -52,26 +54,25 @@ class MemorySocket {
 
  private:
   struct Connection {
-    plane::OwnedFd socket;
+    OwnedFd socket;
     plane::OwnerId owner = 0;
   };
 
-  MemorySocket(const Options& options, plane::RegionTable* regions, plane::OwnedFd listener,
-               plane::OwnedFd wake);
+  MemorySocket(const Options& options, plane::RegionTable* regions, OwnedFd listener, OwnedFd wake);
   void Main();
   void Accept();
   // Why a client that has just connected is sent away.
   absl::Status Admit(int socket) const;
   // Sends the reply, and has a refusal counted. False if the client is gone or does not read.
-  bool Send(int socket, const v1::MemoryReply& reply, const plane::OwnedFd& descriptor) const;
+  bool Send(int socket, const v1::MemoryReply& reply, std::span<const OwnedFd> descriptors) const;
   // Answers one packet. False if the connection is over.
   bool Serve(const Connection& connection);
   void End(size_t number);
 
   const Options options_;
   plane::RegionTable* const regions_;
-  const plane::OwnedFd listener_;
-  const plane::OwnedFd wake_;  // an eventfd: readable when the thread shall end
+  const OwnedFd listener_;
+  const OwnedFd wake_;  // an eventfd: readable when the thread shall end
 
   // Of the thread.
   std::vector<Connection> connections_;

@@ -122,6 +122,8 @@ void Metrics::AddClientMemoryMetrics() {
   memory_regions_ =
       AddGauge("attnd_memory_regions", "Regions of memory that clients share with the server");
   memory_region_bytes_ = AddGauge("attnd_memory_region_bytes", "Bytes of these regions");
+  memory_twin_bytes_ =
+      AddGauge("attnd_memory_twin_bytes", "Bytes of GPU memory that clients share with the server");
   memory_passes_ = AddGauge("attnd_memory_passes", "Passes over such memory under way");
 }
 
@@ -446,6 +448,7 @@ std::vector<prometheus::MetricFamily> Metrics::Collect() const {
     const ClientMemoryUsage usage = sources_.client_memory();
     memory_regions_->Set(static_cast<double>(usage.regions));
     memory_region_bytes_->Set(static_cast<double>(usage.bytes));
+    memory_twin_bytes_->Set(static_cast<double>(usage.device_bytes));
     memory_passes_->Set(static_cast<double>(usage.passes));
   }
   if (sources_.backend) CollectBackend(sources_.backend());

@@ -76,7 +76,8 @@ struct StepRows {
 struct ClientMemoryUsage {
   uint64_t regions = 0;
   uint64_t bytes = 0;
-  uint64_t passes = 0;  // under way
+  uint64_t device_bytes = 0;  // of the GPU's memory: twins of regions
+  uint64_t passes = 0;        // under way
 };
 
 // Values that are read when Prometheus asks. Called from the exposer's threads.
@@ -185,6 +186,7 @@ class Metrics final : public engine::EventListener, public prometheus::Collectab
   prometheus::Gauge* queued_calls_;
   prometheus::Gauge* memory_regions_;
   prometheus::Gauge* memory_region_bytes_;
+  prometheus::Gauge* memory_twin_bytes_;
   prometheus::Gauge* memory_passes_;
   prometheus::Gauge* process_bytes_;
   std::array<prometheus::Gauge*, 3> device_bytes_;           // by arena

@@ -104,6 +104,8 @@ ABSL_FLAG(bool, allow_client_memory, Defaults().allow_client_memory,
           "let clients of this user share memory with the server: a second socket, PATH.memory");
 ABSL_FLAG(ByteSize, client_memory_bytes, ByteSize{Defaults().client_memory_bytes},
           "bytes of all memory that clients share");
+ABSL_FLAG(ByteSize, client_device_memory_bytes, ByteSize{Defaults().client_device_memory_bytes},
+          "bytes of GPU memory that clients on the server's GPU share; 0: none");
 ABSL_FLAG(uint32_t, max_memory_regions, Defaults().max_memory_regions,
           "regions of shared memory, of all clients");
 ABSL_FLAG(uint32_t, max_memory_clients, Defaults().max_memory_clients, "clients that share memory");
@@ -160,6 +162,7 @@ constexpr const char* kFlagNames[] = {"listen",
                                       "label_channels",
                                       "allow_client_memory",
                                       "client_memory_bytes",
+                                      "client_device_memory_bytes",
                                       "max_memory_regions",
                                       "max_memory_clients",
                                       "max_memory_passes"};

@@ -130,6 +130,8 @@ absl::Status CheckPaths(const ServerOptions& options) {
 absl::Status CheckClientMemory(const ServerOptions& options) {
   ATTND_RETURN_IF_ERROR(CheckRange("client_memory_bytes", options.client_memory_bytes,
                                    uint64_t{1} << 12, uint64_t{1} << 50));
+  ATTND_RETURN_IF_ERROR(CheckRange("client_device_memory_bytes", options.client_device_memory_bytes,
+                                   0, uint64_t{1} << 50));
   ATTND_RETURN_IF_ERROR(CheckRange("max_memory_regions", options.max_memory_regions, 1, 1u << 20));
   ATTND_RETURN_IF_ERROR(CheckRange("max_memory_clients", options.max_memory_clients, 1, 4096));
   ATTND_RETURN_IF_ERROR(CheckRange("max_memory_passes", options.max_memory_passes, 1, 1024));
@@ -316,6 +318,7 @@ absl::Status ApplyConfig(const v1::ServerConfig& config, ServerOptions* options)
   ATTND_APPLY(audit_cpu_share);
   ATTND_APPLY(allow_client_memory);
   ATTND_APPLY(client_memory_bytes);
+  ATTND_APPLY(client_device_memory_bytes);
   ATTND_APPLY(max_memory_regions);
   ATTND_APPLY(max_memory_clients);
   ATTND_APPLY(max_memory_passes);

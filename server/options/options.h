@@ -89,6 +89,7 @@ struct ServerOptions {
   std::vector<std::string> feature_maps;    // files
   std::vector<std::string> label_channels;  // files
   uint64_t client_memory_bytes = uint64_t{1} << 30;
+  uint64_t client_device_memory_bytes = uint64_t{256} << 20;
   uint32_t max_memory_regions = 1024;
   uint32_t max_memory_clients = 64;
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/attention/client_memory.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 
 namespace attnd::attention::test {
@@ -61,6 +63,30 @@ const std::byte* ClientMemory::Place(const std::vector<std::byte>& bytes) {
   return at;
 }
 
-bool ClientMemory::told() const { return *answer_ == kEpoch; }
+void ClientMemory::MakeTwin(const Backend& backend) {
+  ASSERT_LE(pages_.bytes(), kSharedDeviceUnitBytes);
+  auto twin = backend.ShareMemory(kSharedDeviceUnitBytes);
+  ASSERT_TRUE(twin.ok()) << twin.status();
+  twin_ = *std::move(twin);
+  std::copy_n(pages_.data(), pages_.bytes(), twin_.data);
+  turn_.memory = pages_.data();
+  turn_.memory_twin = twin_.data;
+}
+
+void ClientMemory::SpoilTensors() {
+  for (const std::span<std::byte> tensor : tensors_) {
+    std::fill(tensor.begin(), tensor.end(), std::byte{0x7f});
+    if (twin_.data != nullptr) std::fill_n(InTwin(tensor.data()), tensor.size(), std::byte{0x7f});
+  }
+}
+
+bool ClientMemory::told() const {
+  return *(twin_.data != nullptr ? InTwin(answer_) : answer_) == kEpoch &&
+         (twin_.data == nullptr || *answer_ == kUntold);
+}
+
+bool ClientMemory::untouched() const {
+  return *answer_ == kUntold && (twin_.data == nullptr || *InTwin(answer_) == kUntold);
+}
 
 }  // namespace attnd::attention::test

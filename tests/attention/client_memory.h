@@ -25,18 +25,36 @@ class ClientMemory {
                const std::vector<RowMessage>& messages,
                const SharedPages::Allocate& allocate = SharedPages::FromTheHost);
 
+  // From here on the turn is taken in a twin, too, which the backend's device shares: one whose
+  // memory the host can touch.
+  void MakeTwin(const Backend& backend);
+
   const ClientTurn& turn() const { return turn_; }
   std::span<const RowTokens> tokens() const { return tokens_; }
-  void Ring() { *ring_ = turn_.epoch; }
+  void Ring() {
+    if (twin_.data != nullptr) *InTwin(ring_) = turn_.epoch;
+    *ring_ = turn_.epoch;
+  }
+  void RingInMemoryAlone() { *ring_ = turn_.epoch; }
   // The bytes of each tensor.
   std::vector<std::span<std::byte>> tensors() const { return tensors_; }
+  // Writes rubbish over all of them.
+  void SpoilTensors();
 
   // Of the answer, row after row.
   std::byte* out() const { return turn_.out; }
   std::span<const float> lse() const { return lse_; }
-  // Whether the client has been told, and nothing else has been written in that place.
+  // Whether the client has been told, and nothing else has been written in that place: in the twin
+  // if there is one.
   bool told() const;
-  bool untouched() const { return *answer_ == kUntold; }  // by whoever tells
+  // By whoever tells, in either.
+  bool untouched() const;
+  // Where the twin has what lies at `place`.
+  template <typename T>
+  T* InTwin(T* place) const {
+    return reinterpret_cast<T*>(twin_.data +
+                                (reinterpret_cast<const std::byte*>(place) - pages_.data()));
+  }
 
  private:
   static constexpr uint32_t kEpoch = 41;
@@ -50,6 +68,7 @@ class ClientMemory {
   std::vector<RowTokens> tokens_;
   std::vector<std::span<std::byte>> tensors_;
   std::span<const float> lse_;
+  SharedDeviceMemory twin_;
   ClientTurn turn_;
 };
 

@@ -95,6 +95,18 @@ std::vector<std::thread::id> FakeControl::mappers() const {
   return mappers_;
 }
 
+uint64_t FakeControl::near_turns() const {
+  MutexLock lock(mutex_);
+  return near_turns_;
+}
+
+uint64_t FakeControl::shared_bytes() const {
+  MutexLock lock(mutex_);
+  uint64_t bytes = 0;
+  for (const auto& [address, size] : shared_) bytes += size;
+  return bytes;
+}
+
 uint64_t FakeControl::mapped_bytes() const {
   MutexLock lock(mutex_);
   uint64_t bytes = 0;

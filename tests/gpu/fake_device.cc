@@ -2,6 +2,8 @@
 #include "tests/gpu/fake_device.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cmath>
@@ -102,6 +104,8 @@ class FakeStream : public Stream {
             run, *gate,
             {[this](const void* at, uint64_t bytes)
                  ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->mapped_, at, bytes); },
+             [this](const void* at, uint64_t bytes)
+                 ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->shared_, at, bytes); },
              [this](const void* at, uint64_t bytes)
                  ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->pinned_, at, bytes); }});
         // All but the tokens may be read from now on.
@@ -225,6 +229,7 @@ class FakeStream : public Stream {
         *run.header.answer = gate->answer;
         run.header.answer->allowed = LoadWord(&gate->allowed);
         control_->turns_ += 1;
+        control_->near_turns_ += gate->ring_is_near;
       }
       const StepHeader& header = run.header;
       EXPECT_EQ(std::memcmp(&header, run.device_input, sizeof(header)), 0);
@@ -343,6 +348,27 @@ class FakeDevice : public Device {
   void UnmapHostMemory(const std::byte* memory) override {
     MutexLock lock(control_->mutex_);
     EXPECT_EQ(control_->mapped_.erase(memory), 1u);
+  }
+  absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) override {
+    EXPECT_EQ(bytes % kSharedDeviceUnitBytes, 0u);
+    MutexLock lock(control_->mutex_);
+    if (control_->broken_) return Fault();
+    SharedDeviceMemory shared;
+    shared.descriptor = OwnedFd(memfd_create("fake-device", MFD_CLOEXEC));
+    void* const data =
+        control_->faults_.no_sharing || ftruncate(shared.descriptor.get(), bytes) != 0
+            ? MAP_FAILED
+            : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shared.descriptor.get(), 0);
+    if (data == MAP_FAILED) return absl::ResourceExhaustedError("the fake device shares no more");
+    shared.data = static_cast<std::byte*>(data);
+    control_->shared_.emplace(shared.data, bytes);
+    shared.memory = {shared.data, [control = control_, bytes](std::byte* memory) {
+                       MutexLock held(control->mutex_);
+                       EXPECT_EQ(control->shared_.erase(memory), 1u);
+                       munmap(memory, bytes);
+                     }};
+    shared.device = kFakeUuid;
+    return shared;
   }
   absl::Status Clear(std::byte* memory, size_t bytes) override {
     MutexLock lock(control_->mutex_);

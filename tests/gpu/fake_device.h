@@ -39,6 +39,7 @@ struct Faults {
   // kResourceExhausted once.
   absl::StatusCode behind_answer = absl::StatusCode::kOk;
   bool no_gates = false;            // no step can be launched behind a gate
+  bool no_sharing = false;          // Share finds no memory
   bool takes_late = false;          // a client's tokens are not taken before a step is awaited
   bool bad_index = false;           // BuildIndexes leaves an order that is none
   uint64_t mapping = kNever;        // the n-th MapHostMemory from now on is refused, and all after
@@ -60,6 +61,8 @@ class FakeControl {
   uint64_t steps() const;               // that were run
   uint64_t steps_behind_gates() const;  // that were launched
   uint64_t turns() const;               // of them, that took a client's tokens
+  uint64_t near_turns() const;          // of these, from memory that the device shares
+  uint64_t shared_bytes() const;
   // Of each step that was run, in order: whether it was behind a gate.
   std::vector<bool> runs_behind_gates() const;
   uint64_t uploads() const;       // bytes that came by UploadRefs
@@ -102,6 +105,7 @@ class FakeControl {
   std::map<const std::byte*, uint64_t> memory_ ABSL_GUARDED_BY(mutex_);  // bytes by address
   std::map<const std::byte*, uint64_t> pinned_ ABSL_GUARDED_BY(mutex_);
   std::map<const std::byte*, uint64_t> mapped_ ABSL_GUARDED_BY(mutex_);
+  std::map<const std::byte*, uint64_t> shared_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::thread::id> mappers_ ABSL_GUARDED_BY(mutex_);
   uint64_t refused_maps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t maps_allowed_ ABSL_GUARDED_BY(mutex_) = kNever;
@@ -123,6 +127,7 @@ class FakeControl {
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t turns_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t near_turns_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<bool> runs_behind_gates_ ABSL_GUARDED_BY(mutex_);
   uint64_t uploads_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t builds_ ABSL_GUARDED_BY(mutex_) = 0;
@@ -130,6 +135,10 @@ class FakeControl {
   uint64_t empty_runs_ ABSL_GUARDED_BY(mutex_) = 0;
   std::set<std::string> kinds_ ABSL_GUARDED_BY(mutex_);  // bytes of all that decides
 };
+
+// SharedDeviceMemory::device of the fake one, whose descriptors are files that mmap maps.
+inline constexpr char kFakeUuid[] = "the fake device.";
+static_assert(sizeof(kFakeUuid) == 17);
 
 // A device and the control over it.
 struct FakePair {

@@ -15,7 +15,7 @@ namespace attnd::gpu::test {
 
 // Whether [address, + bytes) is memory of the kind.
 struct TurnMemory {
-  std::function<bool(const void*address, uint64_t bytes)> mapped, pinned;
+  std::function<bool(const void*address, uint64_t bytes)> mapped, shared, pinned;
 };
 
 uint32_t LoadWord(const uint32_t* word);
@@ -28,7 +28,8 @@ void ExpectTurn(const StepRun& run, const StepGate& gate, const TurnMemory& memo
 // early_input: what the input was when the step was launched. The input is then that, with the
 // client's tokens.
 void TakeTokens(const StepRun& run, const std::vector<std::byte>& early_input, StepGate* gate);
-// Writes the second lse, tells the client if it may, and gives what AnswerSignal::answered becomes.
+// Writes what comes beside out and lse, tells the client if it may, and gives what
+// AnswerSignal::answered becomes.
 uint32_t TellClient(const StepHeader& header);
 
 }  // namespace attnd::gpu::test

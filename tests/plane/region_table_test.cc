@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -117,6 +118,89 @@ TEST(RegionTableTest, APassKeepsItsRegionAlone) {
   }
   EXPECT_EQ(table.usage().bytes, 0u);
   EXPECT_EQ(table.usage().regions, 0u);
+}
+
+// A device's memory is what the test gives out.
+class Twins : public ::testing::Test {
+ protected:
+  static constexpr uint64_t kUnit = kSharedDeviceUnitBytes;
+  RegionDevice Device() {
+    return {.map = [](std::byte* data, uint64_t) { return std::make_shared<int>(data != nullptr); },
+            .make_twin = [this](uint64_t bytes) -> absl::StatusOr<SharedDeviceMemory> {
+              if (refused_) return absl::ResourceExhaustedError("planted");
+              EXPECT_EQ(bytes % kUnit, 0u);
+              SharedDeviceMemory made;
+              made.data = memory_;
+              made.memory = held_;
+              made.device = "a device";
+              return made;
+            }};
+  }
+
+  std::byte memory_[1] = {};
+  const std::shared_ptr<int> held_ = std::make_shared<int>();
+  bool refused_ = false;
+  RegionTable table_{{.bytes_max = 1 << 20,
+                      .twin_bytes_max = 2 * kUnit,
+                      .regions_max = 9,
+                      .client_regions_max = 9},
+                     Device()};
+};
+
+TEST_F(Twins, ARegionMayHaveOne) {
+  auto region = table_.Register(1, "", 5000, /*with_twin=*/true);
+  ASSERT_TRUE(region.ok() && region->twin.ok()) << region->twin.status();
+  EXPECT_EQ(region->twin->bytes, kUnit);
+  EXPECT_EQ(region->twin->device, "a device");
+  EXPECT_EQ(table_.usage().twin_bytes, kUnit);
+  EXPECT_EQ(table_.Use("", region->info.id)->twin(), memory_);
+  const auto without = table_.Register(1, "", 5000);
+  ASSERT_TRUE(without.ok());
+  EXPECT_TRUE(absl::IsUnimplemented(without->twin.status()));
+  EXPECT_EQ(table_.Use("", without->info.id)->twin(), nullptr);
+  EXPECT_EQ(table_.usage().twin_bytes, kUnit);
+}
+
+// It goes with its region, under a pass when that ends.
+TEST_F(Twins, TheyGoWithTheirRegions) {
+  const uint64_t first = table_.Register(1, "", 1, true)->info.id;
+  const uint64_t second = table_.Register(1, "", 1, true)->info.id;
+  EXPECT_EQ(held_.use_count(), 3);
+  ASSERT_TRUE(table_.Unregister(1, first).ok());
+  EXPECT_EQ(held_.use_count(), 2);
+  {
+    const auto use = table_.Use("", second);
+    table_.RemoveOwner(1);
+    EXPECT_EQ(held_.use_count(), 2);
+    EXPECT_EQ(table_.usage().twin_bytes, kUnit);
+  }
+  EXPECT_EQ(held_.use_count(), 1);
+  EXPECT_EQ(table_.usage().twin_bytes, 0u);
+}
+
+// A region comes without one, and the reason is told.
+TEST_F(Twins, TheyAreLimited) {
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(table_.Register(1, "", 1, true)->twin.ok());
+  const auto beyond = table_.Register(1, "", 1, true);
+  ASSERT_TRUE(beyond.ok());
+  EXPECT_THAT(std::string(beyond->twin.status().message()),
+              HasSubstr("client_device_memory_bytes: a twin of 2097152 bytes"));
+  table_.RemoveOwner(1);
+  refused_ = true;
+  const auto refused = table_.Register(1, "", 1, true);
+  ASSERT_TRUE(refused.ok());
+  EXPECT_EQ(refused->twin.status(), absl::ResourceExhaustedError("planted"));
+  EXPECT_EQ(table_.usage().twin_bytes, 0u);
+}
+
+// Of a region that the device does not see nobody could take its turns there.
+TEST_F(Twins, NotOfWhatTheDeviceDoesNotSee) {
+  RegionDevice device = Device();
+  device.map = [](std::byte*, uint64_t) { return nullptr; };
+  RegionTable table(
+      {.bytes_max = 1 << 20, .twin_bytes_max = kUnit, .regions_max = 1, .client_regions_max = 1},
+      device);
+  EXPECT_TRUE(absl::IsUnimplemented(table.Register(1, "", 1, true)->twin.status()));
 }
 
 TEST(RegionTableTest, ThreadsComeAndGo) {

@@ -5,6 +5,7 @@ layer.cu's own, compiled as C++ (emulated_layer.cc)."""
 from __future__ import annotations
 
 import ctypes
+import mmap
 import pathlib
 import queue
 import shutil
@@ -19,6 +20,8 @@ from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import DeviceTensor
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# The fake device's (tests/gpu/fake_device.h), as if this were that one.
+UUID = b"the fake device."
 # Of a thread block: enough that its threads have to wait for each other.
 THREADS = 3
 
@@ -43,6 +46,7 @@ class EmulatedGpu:
     Attributes:
         captured: kernels of the graph that is being captured; None if none is.
         mapped: memories that kernels may touch.
+        imported: GPU memory of others', by address.
         fails: told the name of each call that CUDA may refuse: whether it raises.
     """
 
@@ -50,6 +54,7 @@ class EmulatedGpu:
         """blocks: of each layer's kernel; None: as many as the session says."""
         self.captured: list | None = None
         self.mapped: list = []
+        self.imported: dict = {}
         self.fails: Callable[[str], bool] = lambda name: False
         self._library = library
         self._blocks = blocks
@@ -65,6 +70,19 @@ class EmulatedGpu:
     def unmap(self, memory) -> None:
         self._call("unmap")
         self.mapped.remove(memory)
+
+    def uuid(self) -> bytes:
+        return UUID
+
+    def import_memory(self, descriptor: int, size: int) -> int:
+        self._call("import_memory")
+        memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+        self.imported[ctypes.addressof(ctypes.c_char.from_buffer(memory))] = memory
+        return next(reversed(self.imported))
+
+    def release_memory(self, address: int) -> None:
+        self._call("release_memory")
+        del self.imported[address]
 
     def words(self, count: int):
         self._call("words")

@@ -7,6 +7,7 @@ import numpy as np
 
 from attnd.cuda.session import StreamSession
 from attnd.pass_memory import PassLayout, PassMemory
+from attnd.tensors import as_dtype
 from cases import SHAPE, Case
 
 
@@ -14,10 +15,10 @@ class Model:
     """The tensors of a model's step in "GPU" memory, and its layers on the stream: as a serving
     engine has them, with room for a batch's rows."""
 
-    def __init__(self, client, gpu, shape=SHAPE, tokens=1, *, lse=True, timeout_s=None) -> None:
-        layout = PassLayout(shape, tokens, "fp32")
+    def __init__(self, client, gpu, shape=SHAPE, tokens=1, *, lse=True, timeout_s=None, dtype="fp32", twin=False) -> None:
+        layout = PassLayout(shape, tokens, dtype)
         self.connection = connection = client.memory_socket()
-        memory = PassMemory(connection, layout)
+        memory = PassMemory(connection, layout, twin=twin)
         stream = client.memory_stream()
         if timeout_s is not None:
             stream._timeout_s = timeout_s
@@ -27,10 +28,10 @@ class Model:
         def arrays(heads, dim, dtype):
             return [np.zeros((tokens, heads, dim), dtype) for _ in range(shape.layers)]
 
-        self.q = arrays(shape.query_heads, shape.head_dim, np.float32)
+        self.q = arrays(shape.query_heads, shape.head_dim, as_dtype(dtype))
         self.k = arrays(shape.kv_heads, shape.head_dim, shape.dtype)
         self.v = arrays(shape.kv_heads, shape.value_elements, shape.dtype)
-        self.out = arrays(shape.query_heads, shape.value_elements, np.float32)
+        self.out = arrays(shape.query_heads, shape.value_elements, as_dtype(dtype))
         self.lse = [np.zeros((tokens, shape.query_heads), np.float32) for _ in self.q]
         self.want_lse = lse
 
@@ -40,6 +41,7 @@ class Model:
     def __exit__(self, *_):
         self.session.close()
         assert self.gpu.mapped == []
+        assert self.gpu.imported == {}
 
     def layer(self, layer: int) -> None:
         v = None if self.shape.latent else self.v[layer]

@@ -115,6 +115,26 @@ class TwoGpus:
         status._obj.value = int(stream.value in self.capturing)
         return self._answer("cuStreamIsCapturing")
 
+    def cuCtxGetDevice(self, device) -> int:  # noqa: N802
+        device._obj.value = self.current
+        return 0
+
+    def cuMemImportFromShareableHandle(self, handle, descriptor, _) -> int:  # noqa: N802
+        handle._obj.value = 1000 + descriptor.value
+        return self._answer("cuMemImportFromShareableHandle")
+
+    def cuMemAddressReserve(self, address, *_) -> int:  # noqa: N802
+        address._obj.value = 1 << 21
+        return self._answer("cuMemAddressReserve")
+
+    def cuMemMap(self, address, size, offset, handle, flags) -> int:  # noqa: N802
+        assert (address.value, offset.value, handle.value) == (1 << 21, 0, 1007)
+        return self._answer("cuMemMap")
+
+    def cuMemSetAccess(self, address, size, access, count) -> int:  # noqa: N802
+        assert list(access) == [1, self.current, 3] and count.value == 1
+        return self._answer("cuMemSetAccess")
+
     def __getattr__(self, name: str):
         if not name.startswith("cu"):
             raise AttributeError(name)
@@ -135,6 +155,11 @@ def two(monkeypatch):
     return two
 
 
+IMPORTED = [
+    "cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
+]
+
+
 def use(gpu) -> None:
     """Every call of a session's."""
     memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -144,6 +169,8 @@ def use(gpu) -> None:
     gpu.busy(gpu.stream())
     gpu.synchronize()
     gpu.unmap(memory)
+    gpu.release_memory(gpu.import_memory(7, 2 << 20))
+    gpu.uuid()
 
 
 @pytest.mark.parametrize("current", [None, 0, 1])
@@ -226,3 +253,26 @@ def test_memory_that_cannot_be_mapped_is_not_registered(two, name):
     assert two.registered == [ctypes.addressof(ctypes.c_char.from_buffer(memory))]
     gpu.unmap(memory)
     assert two.registered == []
+
+
+@pytest.mark.parametrize("refused", [None, *IMPORTED])
+def test_what_is_imported_is_released(two, refused):
+    """All of it, and of what CUDA refuses all that had been done; the handle goes in any case."""
+    gpu = driver.CudaGpu()
+    two.called, two.refuses = [], {refused}
+    if refused is None:
+        gpu.release_memory(gpu.import_memory(7, 2 << 20))
+    else:
+        with pytest.raises(CudaError, match=refused):
+            gpu.import_memory(7, 2 << 20)
+    called = [name for name, _ in two.called]
+    done = IMPORTED if refused is None else IMPORTED[: IMPORTED.index(refused)]
+    undone = {
+        "cuMemImportFromShareableHandle": "cuMemRelease",
+        "cuMemAddressReserve": "cuMemAddressFree",
+        "cuMemMap": "cuMemUnmap",
+    }
+    assert {name for name in called if name not in IMPORTED} == {
+        undone[name] for name in done if name in undone
+    }
+    assert len(called) == len(set(called))

@@ -52,15 +52,15 @@ class MemorySocketTest : public ::testing::Test {
     return *std::move(client);
   }
   // A connection without a client's manners.
-  plane::OwnedFd Connect() {
-    plane::OwnedFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  OwnedFd Connect() {
+    OwnedFd fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path, path_.data(), path_.size());
     EXPECT_EQ(connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
     return fd;
   }
-  static v1::MemoryReply Ask(const plane::OwnedFd& fd, const std::string& packet) {
+  static v1::MemoryReply Ask(const OwnedFd& fd, const std::string& packet) {
     EXPECT_EQ(send(fd.get(), packet.data(), packet.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(packet.size()));
     std::array<char, 4096> bytes;
@@ -173,7 +173,7 @@ TEST_F(MemorySocketTest, ClientsBeyondTheirLimitAreRefused) {
 
 TEST_F(MemorySocketTest, AnyBytesAreAnswered) {
   Listen();
-  const plane::OwnedFd fd = Connect();
+  const OwnedFd fd = Connect();
   EXPECT_EQ(Ask(fd, "\xff").status().code(), 3);
   EXPECT_THAT(Ask(fd, std::string(4097, 'x')).status().message(), HasSubstr("4096 bytes"));
   EXPECT_EQ(Ask(fd, std::string(100'000, 'x')).status().code(), 3);
@@ -194,7 +194,7 @@ TEST_F(MemorySocketTest, AnyBytesAreAnswered) {
 
 TEST_F(MemorySocketTest, DescriptorsThatAClientSendsAreClosed) {
   Listen();
-  const plane::OwnedFd fd = Connect();
+  const OwnedFd fd = Connect();
   v1::MemoryRequest list;
   list.mutable_list_regions();
   std::string bytes = list.SerializeAsString();
@@ -224,7 +224,7 @@ TEST_F(MemorySocketTest, DescriptorsThatAClientSendsAreClosed) {
 // One that never reads its answers is disconnected; the others do not wait for it.
 TEST_F(MemorySocketTest, AClientThatDoesNotReadIsDisconnected) {
   Listen();
-  const plane::OwnedFd fd = Connect();
+  const OwnedFd fd = Connect();
   v1::MemoryRequest list;
   list.mutable_list_regions();
   const std::string bytes = list.SerializeAsString();

@@ -353,7 +353,7 @@ class Client:
                 info = self.get_server_info()
                 warn_of_time_slices(info, lambda: self._round_trip(gpu, connection), stacklevel=2)
                 self._sharing_checked = True
-            memory = PassMemory(connection, layout)
+            memory = PassMemory(connection, layout, twin=True)
             stream = self.memory_stream(spin_us=spin_us)
             made.callback(stream.close)
             session = StreamSession(gpu, stream, memory, connection.close)

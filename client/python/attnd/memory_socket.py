@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import socket
+import weakref
 from dataclasses import dataclass
 
 import grpc
@@ -16,6 +17,24 @@ from attnd.errors import DeadlineExceededError, UnavailableError, error_of, stat
 from attnd.v1 import memory_pb2
 
 _PACKET_BYTES_MAX = 4096
+_DESCRIPTORS_MAX = 2
+
+
+class Twin:
+    """GPU memory of the server's, with the layout of a region, that a client may import.
+
+    Attributes:
+        descriptor: of the memory; open while anything refers to this.
+        bytes: of the allocation.
+        gpu_uuid: of the GPU whose memory it is; 16 bytes.
+    """
+
+    def __init__(self, descriptor: int, bytes_: int, gpu_uuid: bytes) -> None:
+        """Takes the descriptor over."""
+        self.descriptor = descriptor
+        self.bytes = bytes_
+        self.gpu_uuid = gpu_uuid
+        weakref.finalize(self, os.close, descriptor)
 
 
 @dataclass(frozen=True)
@@ -25,10 +44,12 @@ class Region:
     Attributes:
         id: what passes name it by.
         memory: its bytes, all zero at first. They stay mapped while anything refers to them.
+        twin: None if it has none.
     """
 
     id: int
     memory: mmap.mmap
+    twin: Twin | None = None
 
 
 def memory_socket_of(target: str) -> str:
@@ -78,19 +99,27 @@ class MemorySocket:
         """Unregisters the regions. Their memory stays mapped here while anything refers to it."""
         self._socket.close()
 
-    def register(self, size: int) -> Region:
-        """Makes a region of `size` bytes, rounded up to whole pages."""
+    def register(self, size: int, *, twin: bool = False) -> Region:
+        """Makes a region of `size` bytes, rounded up to whole pages.
+
+        Args:
+            twin: asks for one, which the server need not have.
+        """
         request = memory_pb2.MemoryRequest()
         request.register_region.bytes = size
         request.register_region.tenant = self._tenant
+        request.register_region.twin = twin
         reply, descriptors = self._call(request)
+        made = None
         try:
             region = reply.register_region
             memory = mmap.mmap(descriptors[0], region.bytes, mmap.MAP_SHARED)
+            if region.HasField("twin"):
+                made = Twin(descriptors.pop(1), region.twin.bytes, region.twin.gpu_uuid)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return Region(region.region_id, memory)
+        return Region(region.region_id, memory, made)
 
     def unregister(self, region_id: int) -> None:
         """No pass may begin with the region any more; one that uses it goes on to its end."""
@@ -112,9 +141,9 @@ class MemorySocket:
             except (BrokenPipeError, ConnectionResetError):
                 pass  # a server that sends a client away says why before it closes
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, _DESCRIPTORS_MAX)
             except ConnectionResetError:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, 1)
+                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, _DESCRIPTORS_MAX)
         except socket.timeout:
             self._socket.close()  # a late reply would be taken for that to another call
             raise DeadlineExceededError(

@@ -103,21 +103,28 @@ class PassMemory:
         layout: where the tensors lie.
         region_id: what the server knows it by.
         memory: its bytes.
+        twin: GPU memory with the same layout, if the server has some for this region; else None.
+        in_twin: whether passes take their turns there, too.
         turns: the client's end of its words.
         reply: to the newest pass that the server was told of; it has the region until the reply has
             been sent.
     """
 
-    def __init__(self, socket: MemorySocket, layout: PassLayout) -> None:
+    def __init__(self, socket: MemorySocket, layout: PassLayout, *, twin: bool = False) -> None:
         """Registers the region.
 
+        Args:
+            twin: as :meth:`MemorySocket.register`.
+
         Raises:
-            AttndError: as :meth:`MemorySocket.register`.
+            AttndError: likewise.
         """
-        region = socket.register(layout.bytes)
+        region = socket.register(layout.bytes, twin=twin)
         self.layout = layout
         self.region_id = region.id
         self.memory = region.memory
+        self.twin = region.twin
+        self.in_twin = False
         self.turns = ClientTurns(region.memory, 0)
         self.reply: PassReply | None = None
 
@@ -132,6 +139,7 @@ class PassMemory:
         """Begins a pass in the words and fills in where it lies; the message says whether a GPU rings."""
         layout = self.layout
         message.region_id = self.region_id
+        message.in_twin = self.in_twin and message.device_rings
         message.first_epoch = self.turns.begin(
             layout.shape.layers, device_rings=message.device_rings
         )

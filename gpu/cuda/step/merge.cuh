@@ -257,14 +257,19 @@ __device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const Lan
   return result;
 }
 
-// Where out goes, and a second lse (AnswerPlaces). Looked up when a kernel begins: nobody waits for
-// it then.
+// Where out goes, and further ones of out and lse (AnswerPlaces). Looked up when a kernel begins:
+// nobody waits for it then.
 struct AnswerTo {
   std::byte* out;
   float* lse;
+  std::byte* twin_out;
+  float* twin_lse;
 
   __device__ explicit AnswerTo(const StepHeader& step)
-      : out(step.answer->out), lse(step.answer->lse) {}
+      : out(step.answer->out),
+        lse(step.answer->lse),
+        twin_out(step.answer->twin_out),
+        twin_lse(step.answer->twin_lse) {}
 };
 
 // Writes number `at` of out, rounded to nearest, ties to even.
@@ -291,7 +296,9 @@ __device__ __forceinline__ bool WriteAnswer(const StepHeader& step, const Answer
   const float sum = lane.sums[kZones] + lane.sums[kOthers];
   const float value = sum > 0 ? (lane.zone_value + lane.other_value) / sum : 0.0f;
   if (threadIdx.x < kValueDim) {
-    StoreOut(step.out_dtype, to.out, place.slot * kValueDim + threadIdx.x, value);
+    const uint64_t at = place.slot * kValueDim + threadIdx.x;
+    StoreOut(step.out_dtype, to.out, at, value);
+    if (to.twin_out != nullptr) StoreOut(step.out_dtype, to.twin_out, at, value);
   }
   const float zone_mean = lane.sums[kZones] > 0 ? lane.zone_value / lane.sums[kZones] : 0.0f;
   const float2 norms2 = SquaredNorms(value, zone_mean, norms);
@@ -303,6 +310,7 @@ __device__ __forceinline__ bool WriteAnswer(const StepHeader& step, const Answer
     flawless = fabsf(lse) <= FLT_MAX;
     step.lse[place.slot] = lse;
     if (to.lse != nullptr) to.lse[place.slot] = lse;
+    if (to.twin_lse != nullptr) to.twin_lse[place.slot] = lse;
     step.lane_results[place.slot] =
         scale != nullptr && sum > 0 ? ResultOf(lane, *scale, norms2) : LaneResult{1, 1, 0, 0};
   }

@@ -294,7 +294,7 @@ TEST_F(EmulatedGraphs, WaitForTheirQueries) {
 }
 
 // And takes a client's turn: its tokens come from the client's memory, its answer goes there, and
-// the client is told if the host allows it.
+// the client is told if the host allows it. Every other client has a twin of its memory.
 TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
   const auto device = OpenCudaDevice();
   ASSERT_TRUE(device.ok()) << device.status();
@@ -306,10 +306,11 @@ TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
   std::vector<TestRow> rows = rows_;
   for (TestRow& row : rows) row.final_dtype = DType::kBf16;
   const std::vector<RowMessage> messages = {RowMessage::Of(rows[0], /*layer=*/0)};
-  int told = 0, taken = 0;
+  int told = 0, taken = 0, told_in_twin = 0;
   for (int i = 0; i < 20; ++i) {
     SCOPED_TRACE(i);
     ClientMemory client(*emulated_, rows, messages, allocate);
+    if (i % 2 == 1) client.MakeTwin(*emulated_);
     const auto prepared = attention::test::PrepareStep(emulated_.get(), 0, rows, &client.turn());
     ASSERT_NE(prepared, nullptr);
     if (i % 4 == 3) {  // given up, before the ring or behind it
@@ -325,10 +326,17 @@ TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
     if (prepared->takes_turn()) {
       EXPECT_EQ(client.lse()[0], step.rows[0].lse[0]);
     }
+    if (client.told() && i % 2 == 1) {
+      const std::vector<std::byte>& out = step.rows[0].final_out;
+      EXPECT_TRUE(std::equal(out.begin(), out.end(), client.InTwin(client.out())));
+      EXPECT_EQ(*client.InTwin(client.lse().data()), step.rows[0].lse[0]);
+      ++told_in_twin;
+    }
     told += client.told() ? 1 : 0;
   }
   EXPECT_GT(taken, 4);  // there is no graph before the ninth step
   EXPECT_GT(told, taken / 2);
+  EXPECT_GT(told_in_twin, 0);
 }
 
 }  // namespace

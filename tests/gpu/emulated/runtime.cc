@@ -149,6 +149,7 @@ cudaError_t cudaDeviceGetPCIBusId(char* id, int bytes, int) {
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {.name = "emulated",
+                 .uuid = {"emulated device"},
                  .totalGlobalMem = size_t{4} << 30,
                  .sharedMemPerBlockOptin = kSharedBytesMax,
                  .major = 9,

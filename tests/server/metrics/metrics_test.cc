@@ -65,6 +65,7 @@ TEST(Metrics, EveryPromisedNameIsThereFromTheStart) {
                                  "queued_calls",
                                  "memory_regions",
                                  "memory_region_bytes",
+                                 "memory_twin_bytes",
                                  "memory_passes",
                                  "rejections_total",
                                  "device_bytes",
@@ -378,15 +379,18 @@ TEST(Metrics, TheArchivesCountersFollowIt) {
 TEST(Metrics, GaugesAreReadWhenAsked) {
   Metrics metrics;
   size_t streams = 3;
-  metrics.SetSources(
-      {.usage =
-           [] {
-             return engine::Usage{10, 20, 30};
-           },
-       .streams = [&] { return streams; },
-       .queue_depth = [] { return size_t{7}; },
-       .queued_calls = [] { return size_t{8}; },
-       .client_memory = [] { return ClientMemoryUsage{.regions = 1, .bytes = 2, .passes = 3}; }});
+  metrics.SetSources({.usage =
+                          [] {
+                            return engine::Usage{10, 20, 30};
+                          },
+                      .streams = [&] { return streams; },
+                      .queue_depth = [] { return size_t{7}; },
+                      .queued_calls = [] { return size_t{8}; },
+                      .client_memory =
+                          [] {
+                            return ClientMemoryUsage{
+                                .regions = 1, .bytes = 2, .device_bytes = 5, .passes = 3};
+                          }});
   EXPECT_EQ(Values(metrics)["attnd_streams"], 3);
   streams = 4;
   auto values = Values(metrics);
@@ -398,6 +402,7 @@ TEST(Metrics, GaugesAreReadWhenAsked) {
   EXPECT_EQ(values["attnd_queued_calls"], 8);
   EXPECT_EQ(values["attnd_memory_regions"], 1);
   EXPECT_EQ(values["attnd_memory_region_bytes"], 2);
+  EXPECT_EQ(values["attnd_memory_twin_bytes"], 5);
   EXPECT_EQ(values["attnd_memory_passes"], 3);
   EXPECT_GT(values["attnd_process_resident_memory_bytes"], 1e6);
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -15,6 +16,8 @@ from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import THREADS, DeviceTensor
 
 _NOT_READY = 600
+# CUmemAllocationHandleType, CUmemLocationType and CUmemAccess_flags.
+_POSIX_FILE_DESCRIPTOR, _LOCATION_DEVICE, _READ_WRITE = 1, 1, 3
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICEMAP = 1, 2
 _KERNELS = ("attnd_begin", "attnd_layer")
 
@@ -104,6 +107,9 @@ class CudaGpu:
             self._context, lambda: compile_layer(capability, _cuda_major(torch))
         )
         self._mapped: dict[int, int] = {}  # addresses here, by id of the memory
+        self._imported: dict[int, contextlib.ExitStack] = {}  # what unmaps it, by address
+        self._number = ctypes.c_int()
+        self._context.call("cuCtxGetDevice", ctypes.byref(self._number))
 
     @property
     def device(self) -> Any:
@@ -135,6 +141,40 @@ class CudaGpu:
     def unmap(self, memory: mmap.mmap) -> None:
         address = self._mapped.pop(id(memory))
         self._context.call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def uuid(self) -> bytes:
+        uuid = ctypes.create_string_buffer(16)
+        self._context.call("cuDeviceGetUuid_v2", uuid, self._number)
+        return uuid.raw
+
+    def import_memory(self, descriptor: int, size: int) -> int:
+        handle, address = ctypes.c_uint64(), ctypes.c_uint64()
+        length = ctypes.c_size_t(size)
+        with contextlib.ExitStack() as undo:
+            # A descriptor is passed as a pointer.
+            self._context.call(
+                "cuMemImportFromShareableHandle",
+                ctypes.byref(handle),
+                ctypes.c_void_p(descriptor),
+                ctypes.c_int(_POSIX_FILE_DESCRIPTOR),
+            )
+            try:
+                zero = ctypes.c_uint64(0)
+                arguments = (ctypes.byref(address), length, ctypes.c_size_t(0), zero, zero)
+                self._context.call("cuMemAddressReserve", *arguments)
+                undo.callback(self._context.call, "cuMemAddressFree", address, length)
+                self._context.call("cuMemMap", address, length, ctypes.c_size_t(0), handle, zero)
+                undo.callback(self._context.call, "cuMemUnmap", address, length)
+                access = (ctypes.c_int * 3)(_LOCATION_DEVICE, self._number.value, _READ_WRITE)
+                arguments = (address, length, access, ctypes.c_size_t(1))
+                self._context.call("cuMemSetAccess", *arguments)
+            finally:  # the mapping keeps the memory
+                self._context.call("cuMemRelease", handle)
+            self._imported[address.value] = undo.pop_all()
+        return address.value
+
+    def release_memory(self, address: int) -> None:
+        self._imported.pop(address).close()
 
     def words(self, count: int) -> Any:
         try:

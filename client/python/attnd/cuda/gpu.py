@@ -52,6 +52,20 @@ class Gpu(Protocol):
     def unmap(self, memory: mmap.mmap) -> None:
         """No kernel may touch the memory any more."""
 
+    def uuid(self) -> bytes:
+        """Its 16 bytes."""
+
+    def import_memory(self, descriptor: int, size: int) -> int:
+        """Maps GPU memory that another process has exported, for kernels; returns its address. The
+        descriptor stays the caller's.
+
+        Raises:
+            CudaError: if CUDA refuses.
+        """
+
+    def release_memory(self, address: int) -> None:
+        """Unmaps what import_memory has mapped: no kernel may touch it any more."""
+
     def words(self, count: int) -> Any:
         """GPU memory of `count` words of 32 bits, all zero, as a tensor.
 

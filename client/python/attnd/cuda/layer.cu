@@ -13,7 +13,12 @@
 // follows another. Six thread blocks that looked without a pause made the server's own kernels four
 // times as slow (docs/PERFORMANCE.md, "A model server's loop on one GPU").
 //
-// Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory).
+// A region's twin is memory of this GPU. Where there is one, the thread blocks copy q, k and v
+// there, and the last one rings there; then it alone copies them into the region and rings there as
+// well, beside the server's GPU, which has begun. The answer may come in either.
+//
+// Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory), the twin
+// GPU memory that another process's kernels write and read: of the host's scope, too.
 //
 // On the way in, a thread block's barrier puts the writes of its threads before thread 0's fence of
 // system scope, and that before its arrival (an atomic). Who arrives last has seen all arrivals;
@@ -153,15 +158,22 @@ struct Tensor {
   u32 rows;
 };
 
+// Where a layer's tensors lie in a region, dense, in bytes from its start. Its words are the first.
+struct Places {
+  u32 q, k, v, out, lse;
+  u32 padding;
+};
+constexpr u32 kRingAt = 0, kAnswerAt = 64;
+
 struct Layer {
   Tensor q, k, v, out;  // in GPU memory
   u64 lse;              // [out.rows, lse_heads] float in GPU memory; 0: none
-  u64 region_q, region_k, region_v, region_out, region_lse;  // dense
-  u64 ring;                                                  // the region's words
-  u64 answer;
-  u64 words;        // PassWords
-  u64 control;      // Control
-  u64 limit_nanos;  // that a thread waits at most
+  u64 region;           // in host memory
+  u64 twin;             // in GPU memory, the server's too; 0: there is none
+  Places at;            // in both
+  u64 words;            // PassWords
+  u64 control;          // Control
+  u64 limit_nanos;      // that a thread waits at most
   u32 lse_heads;
   u32 layer;
 };
@@ -186,6 +198,9 @@ constexpr u32 kBatch = 4;
 constexpr u32 kFirstLooks = 16;
 constexpr u32 kFirstPauseNanos = 1000;
 constexpr u32 kPauseNanos = 300;
+// Looks at the twin's answer word, some .7 us each, between two at the region's.
+constexpr u32 kTwinLooks = 4;
+constexpr u32 kTwinPauseNanos = 20;
 // Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
 
@@ -228,39 +243,40 @@ ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
   }
 }
 
-// One copy of all three: what a thread has of each is on its way at once.
-ATTND_DEVICE void CopyIn(const Layer& layer, u32 query_tokens, u32 new_tokens) {
-  const u32 q = Quads(layer.q, query_tokens), k = Quads(layer.k, new_tokens);
-  const u32 v = Quads(layer.v, new_tokens);
+// To the region, or to its twin. One copy of all three: what a thread has of each is on its way at
+// once.
+ATTND_DEVICE void CopyIn(const Layer& layer, u64 to, const Team& team, const PassWords& pass) {
+  const u32 q = Quads(layer.q, pass.query_tokens), k = Quads(layer.k, pass.new_tokens);
+  const u32 v = Quads(layer.v, pass.new_tokens);
   Copy(
-      {Blocks(), Block()}, q + k + v,
+      team, q + k + v,
       [&](u32 i) {
         if (i < q) return *QuadOf(layer.q, i);
         return i < q + k ? *QuadOf(layer.k, i - q) : *QuadOf(layer.v, i - q - k);
       },
       [&](u32 i, const Quad& value) {
         if (i < q) {
-          At<Quad>(layer.region_q)[i] = value;
+          At<Quad>(to + layer.at.q)[i] = value;
         } else if (i < q + k) {
-          At<Quad>(layer.region_k)[i - q] = value;
+          At<Quad>(to + layer.at.k)[i - q] = value;
         } else {
-          At<Quad>(layer.region_v)[i - q - k] = value;
+          At<Quad>(to + layer.at.v)[i - q - k] = value;
         }
       });
 }
 
-// By one thread block, as FillAnswer is.
-ATTND_DEVICE void CopyAnswer(const Layer& layer, u32 rows) {
+// By one thread block, as FillAnswer is. from: the region, or its twin.
+ATTND_DEVICE void CopyAnswer(const Layer& layer, u64 from, u32 rows) {
   // What an earlier pass left in the region is no lse of this one.
   const bool want_lse = layer.lse != 0 && At<PassWords>(layer.words)->want_lse != 0;
   const u32 words = layer.lse != 0 ? rows * layer.lse_heads : 0;
   const auto lse = [&](u32 i) {
-    return want_lse && i < words ? LoadHost(At<u32>(layer.region_lse) + i) : kNan;
+    return want_lse && i < words ? LoadHost(At<u32>(from + layer.at.lse) + i) : kNan;
   };
   const u32 first_lse = lse(Thread());  // on its way while out is
   Copy(
       {1, 0}, Quads(layer.out, rows),
-      [&](u32 i) { return LoadHost(At<Quad>(layer.region_out) + i); },
+      [&](u32 i) { return LoadHost(At<Quad>(from + layer.at.out) + i); },
       [&](u32 i, const Quad& value) { *QuadOf(layer.out, i) = value; });
   for (u32 i = Thread(); i < words; i += Threads()) {
     At<u32>(layer.lse)[i] = i == Thread() ? first_lse : lse(i);
@@ -303,15 +319,39 @@ ATTND_DEVICE bool ArrivesLast(PassWords* words) {
   return true;
 }
 
-// One thread, when q, k and v are in the region.
-ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
+ATTND_DEVICE u32 EpochOf(const Layer& layer) {
+  return At<PassWords>(layer.words)->first_epoch + layer.layer;
+}
+
+// Whether the twin has the answer by now: looks at it a few times, as that takes no longer than one
+// look at the region.
+ATTND_DEVICE bool IsAnsweredInTwin(const Layer& layer, u32 epoch, u32 pause_nanos) {
+  if (layer.twin == 0) return false;
+  for (u32 look = 0; look < kTwinLooks; ++look) {
+    if (LoadAcquire(At<u32>(layer.twin + kAnswerAt)) == epoch) return true;
+    Pause(pause_nanos);
+  }
+  return false;
+}
+
+// One thread, when q, k and v are in the region. answered_in: the region or its twin, if there is
+// an answer.
+ATTND_DEVICE u32 TakeTurn(const Layer& layer, u64* answered_in) {
   const PassWords& words = *At<PassWords>(layer.words);
-  const u32 epoch = words.first_epoch + layer.layer;
-  StoreRelease(At<u32>(layer.ring), epoch);
+  const u32 epoch = EpochOf(layer);
+  StoreRelease(At<u32>(layer.region + kRingAt), epoch);
   const u64 start = Nanos();
   for (u32 looks = 1;; ++looks) {
-    const u32 ahead = LoadAcquire(At<u32>(layer.answer)) - epoch;
-    if (ahead == 0) return kNone;
+    const bool early = looks < kFirstLooks;
+    if (IsAnsweredInTwin(layer, epoch, early ? kFirstPauseNanos : kTwinPauseNanos)) {
+      *answered_in = layer.twin;
+      return kNone;
+    }
+    const u32 ahead = LoadAcquire(At<u32>(layer.region + kAnswerAt)) - epoch;
+    if (ahead == 0) {
+      *answered_in = layer.region;
+      return kNone;
+    }
     if (ahead < 1u << 31) return kOver;
     if (looks % kLooksPerAbort == 0) {
       const u64 abort = LoadAcquire(&At<Control>(layer.control)->abort);
@@ -319,12 +359,12 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer) {
       if (abort >> 32 != 0 && behind < 1u << 31) return kAborted;
       if (Nanos() - start > layer.limit_nanos) return kLate;
     }
-    Pause(looks < kFirstLooks ? kFirstPauseNanos : kPauseNanos);
+    if (layer.twin == 0) Pause(early ? kFirstPauseNanos : kPauseNanos);
   }
 }
 
-// One thread, when out and lse are written.
-ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
+// One thread, when out and lse are written. answered_in: TakeTurn's.
+ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure, u64 answered_in) {
   PassWords* const words = At<PassWords>(layer.words);
   Control* const control = At<Control>(layer.control);
   PassEnd* const end = &control->ends[words->end];
@@ -342,7 +382,7 @@ ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
   if (words->next_layer >= words->layers) {
     words->open = 0;
     // Nothing writes the word anew before the next pass's first ring.
-    if (failure == kNone) end->failed_rows = LoadHost(At<u32>(layer.answer) + 1);
+    if (failure == kNone) end->failed_rows = LoadHost(At<u32>(answered_in + kAnswerAt) + 1);
   }
   StoreRelease(&control->done, done);
 }
@@ -351,33 +391,40 @@ ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure) {
 struct Shared {
   u32 failure;
   u32 last;  // whether the thread block arrived last
+  u64 answered_in;
 };
 
 ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   PassWords* const words = At<PassWords>(layer.words);
-  const u32 query_tokens = words->query_tokens, new_tokens = words->new_tokens;
+  const u32 query_tokens = words->query_tokens;
+  const u64 first = layer.twin != 0 ? layer.twin : layer.region;
   if (Thread() == 0) shared->failure = Admit(layer);
   Barrier();
   u32 failure = shared->failure;
-  if (failure == kNone) {
-    CopyIn(layer, query_tokens, new_tokens);
-  }
+  if (failure == kNone) CopyIn(layer, first, {Blocks(), Block()}, *words);
   Barrier();
   if (Thread() == 0) {
     shared->last = ArrivesLast(words);
-    if (shared->last && failure == kNone) shared->failure = TakeTurn(layer);
+    if (shared->last && failure == kNone && layer.twin != 0) {
+      StoreRelease(At<u32>(layer.twin + kRingAt), EpochOf(layer));
+    }
   }
   Barrier();
   if (!shared->last) return;
+  // While the server's GPU begins with what is in the twin.
+  if (failure == kNone && layer.twin != 0) CopyIn(layer, layer.region, {1, 0}, *words);
+  Barrier();
+  if (Thread() == 0 && failure == kNone) shared->failure = TakeTurn(layer, &shared->answered_in);
+  Barrier();
   failure = shared->failure;
   if (failure == kNone) {
-    CopyAnswer(layer, query_tokens);
+    CopyAnswer(layer, shared->answered_in, query_tokens);
     FillAnswer(layer, query_tokens, 0);  // rows that pad a batch
   } else {
     FillAnswer(layer, 0, kNan);
   }
   Barrier();
-  if (Thread() == 0) EndLayer(layer, failure);
+  if (Thread() == 0) EndLayer(layer, failure, shared->answered_in);
 }
 
 // One thread.

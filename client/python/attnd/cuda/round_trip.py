@@ -20,7 +20,7 @@ from attnd.memory_socket import MemorySocket, Region
 from attnd.pass_reply import PassCall, PassReply
 from attnd.results import RoundTrip
 from attnd.v1 import attnd_pb2
-from attnd.words import ANSWER_OFFSET, WORDS_BYTES
+from attnd.words import WORDS_BYTES
 
 # One to warm up, and five that are measured: the least stands four that something else has delayed.
 TURNS = 6
@@ -137,8 +137,7 @@ class _EmptyPass:
             AttndError: if there was none.
         """
         layer = Layer(
-            ring=self._region,
-            answer=self._region + ANSWER_OFFSET,
+            region=self._region,
             words=self._gpu.tensor(self._words).address,
             control=self._control_address,
             limit_nanos=int((LIMIT_S + KERNEL_EXTRA_S) * 1e9),

@@ -55,6 +55,17 @@ class Tensor(ctypes.Structure):
     ]
 
 
+class Places(ctypes.Structure):
+    _fields_ = [
+        ("q", ctypes.c_uint32),
+        ("k", ctypes.c_uint32),
+        ("v", ctypes.c_uint32),
+        ("out", ctypes.c_uint32),
+        ("lse", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+    ]
+
+
 class Layer(ctypes.Structure):
     """What attnd_layer takes."""
 
@@ -64,13 +75,9 @@ class Layer(ctypes.Structure):
         ("v", Tensor),
         ("out", Tensor),
         ("lse", ctypes.c_uint64),
-        ("region_q", ctypes.c_uint64),
-        ("region_k", ctypes.c_uint64),
-        ("region_v", ctypes.c_uint64),
-        ("region_out", ctypes.c_uint64),
-        ("region_lse", ctypes.c_uint64),
-        ("ring", ctypes.c_uint64),
-        ("answer", ctypes.c_uint64),
+        ("region", ctypes.c_uint64),
+        ("twin", ctypes.c_uint64),
+        ("at", Places),
         ("words", ctypes.c_uint64),
         ("control", ctypes.c_uint64),
         ("limit_nanos", ctypes.c_uint64),

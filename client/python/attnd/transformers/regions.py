@@ -90,22 +90,25 @@ class Regions:
             return None
 
     def reserve(self, shape: ModelShape, query_tokens: int) -> PassMemory:
-        """Memory that is the caller's until drop(), which no pass has used before.
+        """Memory that is the caller's until drop(), which no pass has used before; with a twin if the
+        server has one.
 
         Raises:
             AttndError: if the server cannot be reached; ResourceExhaustedError if it has no room.
             ValueError: after close().
         """
-        return self._register(_layout_of(shape, query_tokens), free=False)
+        return self._register(_layout_of(shape, query_tokens), free=False, twin=True)
 
-    def _register(self, layout: PassLayout, *, free: bool) -> PassMemory:
+    def _register(self, layout: PassLayout, *, free: bool, twin: bool = False) -> PassMemory:
         """free: a region that was given back would do."""
         with self._lock:
             if self._closed:
                 raise ValueError("the attachment is closed")
             if self._socket.ended():
                 self._reconnect()
-            memory = (self._take(layout) if free else None) or PassMemory(self._socket, layout)
+            memory = self._take(layout) if free else None
+            if memory is None:
+                memory = PassMemory(self._socket, layout, twin=twin)
             self._lent.add(memory.region_id)
             return memory
 

@@ -43,18 +43,20 @@ class AppendKvResponse(_message.Message):
     def __init__(self, committed_tokens: _Optional[int] = ..., segmented_tokens: _Optional[int] = ..., index_build_us: _Optional[int] = ...) -> None: ...
 
 class ClientMemory(_message.Message):
-    __slots__ = ["bytes", "clients", "passes", "regions", "socket"]
+    __slots__ = ["bytes", "clients", "device_bytes", "passes", "regions", "socket"]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     clients: int
+    device_bytes: int
     passes: int
     regions: int
     socket: str
-    def __init__(self, socket: _Optional[str] = ..., bytes: _Optional[int] = ..., regions: _Optional[int] = ..., clients: _Optional[int] = ..., passes: _Optional[int] = ...) -> None: ...
+    def __init__(self, socket: _Optional[str] = ..., bytes: _Optional[int] = ..., regions: _Optional[int] = ..., clients: _Optional[int] = ..., passes: _Optional[int] = ..., device_bytes: _Optional[int] = ...) -> None: ...
 
 class CloseSequenceRequest(_message.Message):
     __slots__ = ["sequence_id"]
@@ -306,9 +308,10 @@ class Pass(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., deadline_us: _Optional[int] = ..., want_lse: bool = ..., stats: _Optional[_Union[Pass.Stats, str]] = ..., memory: _Optional[_Union[PassMemory, _Mapping]] = ...) -> None: ...
 
 class PassMemory(_message.Message):
-    __slots__ = ["device_rings", "first_epoch", "k", "lse", "out", "q", "region_id", "spin_us", "v", "words_offset"]
+    __slots__ = ["device_rings", "first_epoch", "in_twin", "k", "lse", "out", "q", "region_id", "spin_us", "v", "words_offset"]
     DEVICE_RINGS_FIELD_NUMBER: _ClassVar[int]
     FIRST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IN_TWIN_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LSE_FIELD_NUMBER: _ClassVar[int]
     OUT_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +322,7 @@ class PassMemory(_message.Message):
     WORDS_OFFSET_FIELD_NUMBER: _ClassVar[int]
     device_rings: bool
     first_epoch: int
+    in_twin: bool
     k: PassSpan
     lse: PassSpan
     out: PassSpan
@@ -327,7 +331,7 @@ class PassMemory(_message.Message):
     spin_us: int
     v: PassSpan
     words_offset: int
-    def __init__(self, region_id: _Optional[int] = ..., words_offset: _Optional[int] = ..., first_epoch: _Optional[int] = ..., q: _Optional[_Union[PassSpan, _Mapping]] = ..., k: _Optional[_Union[PassSpan, _Mapping]] = ..., v: _Optional[_Union[PassSpan, _Mapping]] = ..., out: _Optional[_Union[PassSpan, _Mapping]] = ..., lse: _Optional[_Union[PassSpan, _Mapping]] = ..., spin_us: _Optional[int] = ..., device_rings: bool = ...) -> None: ...
+    def __init__(self, region_id: _Optional[int] = ..., words_offset: _Optional[int] = ..., first_epoch: _Optional[int] = ..., q: _Optional[_Union[PassSpan, _Mapping]] = ..., k: _Optional[_Union[PassSpan, _Mapping]] = ..., v: _Optional[_Union[PassSpan, _Mapping]] = ..., out: _Optional[_Union[PassSpan, _Mapping]] = ..., lse: _Optional[_Union[PassSpan, _Mapping]] = ..., spin_us: _Optional[int] = ..., device_rings: bool = ..., in_twin: bool = ...) -> None: ...
 
 class PassSpan(_message.Message):
     __slots__ = ["layer_stride", "offset"]

@@ -49,21 +49,35 @@ class RegionInfo(_message.Message):
     region_id: int
     def __init__(self, region_id: _Optional[int] = ..., bytes: _Optional[int] = ..., in_use: bool = ...) -> None: ...
 
+class RegionTwin(_message.Message):
+    __slots__ = ["bytes", "gpu_uuid"]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    gpu_uuid: bytes
+    def __init__(self, bytes: _Optional[int] = ..., gpu_uuid: _Optional[bytes] = ...) -> None: ...
+
 class RegisterRegionRequest(_message.Message):
-    __slots__ = ["bytes", "tenant"]
+    __slots__ = ["bytes", "tenant", "twin"]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TWIN_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     tenant: str
-    def __init__(self, bytes: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    twin: bool
+    def __init__(self, bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., twin: bool = ...) -> None: ...
 
 class RegisterRegionResponse(_message.Message):
-    __slots__ = ["bytes", "region_id"]
+    __slots__ = ["bytes", "no_twin", "region_id", "twin"]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    NO_TWIN_FIELD_NUMBER: _ClassVar[int]
     REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    TWIN_FIELD_NUMBER: _ClassVar[int]
     bytes: int
+    no_twin: _types_pb2.Status
     region_id: int
-    def __init__(self, region_id: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    twin: RegionTwin
+    def __init__(self, region_id: _Optional[int] = ..., bytes: _Optional[int] = ..., twin: _Optional[_Union[RegionTwin, _Mapping]] = ..., no_twin: _Optional[_Union[_types_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class UnregisterRegionRequest(_message.Message):
     __slots__ = ["region_id"]

@@ -56,6 +56,9 @@ using cudaGraphExec_t = struct CUgraphExec_st*;
 
 struct cudaDeviceProp {
   char name[256];
+  struct {
+    char bytes[16];
+  } uuid;
   size_t totalGlobalMem;
   size_t sharedMemPerBlockOptin;
   int major, minor;

@@ -25,6 +25,7 @@ __attribute__((no_sanitize("thread"))) inline uint32_t LoadHostWord(const uint32
 
 // Long beside a device's pause: the host is a thread that this one may keep from its core.
 inline void PauseForHost() { std::this_thread::sleep_for(std::chrono::milliseconds(1)); }
+inline void PauseForNear() { PauseForHost(); }
 
 // Threads of a kernel are fibers of one of the system's, which SetHostWord orders.
 inline void FenceForHost() {}

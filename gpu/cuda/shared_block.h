@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// SharedBlock: device memory of which another process may have a view.
+#ifndef ATTND_GPU_CUDA_SHARED_BLOCK_H_
+#define ATTND_GPU_CUDA_SHARED_BLOCK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "common/owned_fd.h"
+
+namespace attnd::gpu {
+
+// One allocation of CUDA's virtual memory management, made for sharing: what cudaMalloc gives
+// cannot be shared so, and a piece of it would show whole allocations of others'. The other process
+// imports the descriptor's handle, and keeps the memory for as long as it has it mapped.
+//
+// Thread-safety: constant after construction.
+class SharedBlock {
+ public:
+  // `bytes` is a multiple of kSharedDeviceUnitBytes; the content is anything. None of this waits
+  // for work on the device. ResourceExhausted, saying which call of CUDA's, if it refuses.
+  static absl::StatusOr<std::unique_ptr<SharedBlock>> Create(int device, uint64_t bytes,
+                                                             OwnedFd* descriptor);
+  // No kernel of this process may be using it.
+  ~SharedBlock();
+  SharedBlock(const SharedBlock&) = delete;
+  SharedBlock& operator=(const SharedBlock&) = delete;
+
+  std::byte* data() const { return data_; }
+
+ private:
+  SharedBlock(std::byte* data, uint64_t bytes) : data_(data), bytes_(bytes) {}
+
+  std::byte* const data_;
+  const uint64_t bytes_;
+};
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_SHARED_BLOCK_H_

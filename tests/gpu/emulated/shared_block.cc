@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Shared memory of the emulated device: the device's own, whose descriptor nobody can map.
+#include "gpu/cuda/shared_block.h"
+
+#include <cuda_runtime_api.h>
+#include <fcntl.h>
+
+namespace attnd::gpu {
+
+absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(int, uint64_t bytes,
+                                                                 OwnedFd* descriptor) {
+  void* memory = nullptr;
+  static_cast<void>(cudaMalloc(&memory, bytes));
+  *descriptor = OwnedFd(open("/dev/null", O_RDWR | O_CLOEXEC));
+  return std::unique_ptr<SharedBlock>(new SharedBlock(static_cast<std::byte*>(memory), bytes));
+}
+
+SharedBlock::~SharedBlock() { static_cast<void>(cudaFree(data_)); }
+
+}  // namespace attnd::gpu
