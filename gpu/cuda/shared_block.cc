@@ -4,53 +4,14 @@
 #include <cuda.h>
 #include <dlfcn.h>
 
-#include <string>
+#include <utility>
 
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 
 namespace attnd::gpu {
 namespace {
-
-// The driver's functions, from the library that the CUDA runtime has loaded.
-class Driver {
- public:
-  static absl::StatusOr<const Driver*> Load() {
-    static const auto* const loaded = new absl::StatusOr<Driver>(Find());  // as long as the process
-    if (!loaded->ok()) return loaded->status();
-    return &**loaded;
-  }
-
-  decltype(&cuMemCreate) create = nullptr;
-  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
-  decltype(&cuMemAddressReserve) reserve = nullptr;
-  decltype(&cuMemMap) map = nullptr;
-  decltype(&cuMemSetAccess) set_access = nullptr;
-  decltype(&cuMemUnmap) unmap = nullptr;
-  decltype(&cuMemAddressFree) free_address = nullptr;
-  decltype(&cuMemRelease) release = nullptr;
-
- private:
-  static absl::StatusOr<Driver> Find() {
-    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) return absl::ResourceExhaustedError(dlerror());
-    Driver driver;
-    const auto find = [library](const char* name, auto* function) -> absl::Status {
-      *function = reinterpret_cast<std::decay_t<decltype(*function)>>(dlsym(library, name));
-      if (*function != nullptr) return absl::OkStatus();
-      return absl::ResourceExhaustedError(absl::StrCat("CUDA's driver has no ", name));
-    };
-    ATTND_RETURN_IF_ERROR(find("cuMemCreate", &driver.create));
-    ATTND_RETURN_IF_ERROR(find("cuMemExportToShareableHandle", &driver.export_handle));
-    ATTND_RETURN_IF_ERROR(find("cuMemAddressReserve", &driver.reserve));
-    ATTND_RETURN_IF_ERROR(find("cuMemMap", &driver.map));
-    ATTND_RETURN_IF_ERROR(find("cuMemSetAccess", &driver.set_access));
-    ATTND_RETURN_IF_ERROR(find("cuMemUnmap", &driver.unmap));
-    ATTND_RETURN_IF_ERROR(find("cuMemAddressFree", &driver.free_address));
-    ATTND_RETURN_IF_ERROR(find("cuMemRelease", &driver.release));
-    return driver;
-  }
-};
 
 absl::Status Check(CUresult code, const char* call, uint64_t bytes) {
   if (code == CUDA_SUCCESS) return absl::OkStatus();
@@ -59,29 +20,75 @@ absl::Status Check(CUresult code, const char* call, uint64_t bytes) {
                                                    ", error ", static_cast<int>(code)));
 }
 
-// Addresses with the memory behind them, which they keep: its handle is not needed any more.
-absl::StatusOr<CUdeviceptr> MapMemory(const Driver& driver, const CUmemAllocationProp& kind,
-                                      CUmemGenericAllocationHandle memory, uint64_t bytes) {
-  CUdeviceptr address = 0;
-  ATTND_RETURN_IF_ERROR(
-      Check(driver.reserve(&address, bytes, 0, 0, 0), "cuMemAddressReserve", bytes));
-  absl::Status status = Check(driver.map(address, bytes, 0, memory, 0), "cuMemMap", bytes);
-  if (status.ok()) {
-    const CUmemAccessDesc access = {.location = kind.location,
-                                    .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    status = Check(driver.set_access(address, bytes, &access, 1), "cuMemSetAccess", bytes);
-    if (status.ok()) return address;
-    static_cast<void>(driver.unmap(address, bytes));
-  }
-  static_cast<void>(driver.free_address(address, bytes));
-  return status;
-}
-
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(int device, uint64_t bytes,
+struct SharedBlock::Driver {
+  Driver() = default;
+  ~Driver() {
+    if (handle != nullptr) dlclose(handle);
+  }
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  absl::Status Open(const std::string& library) {
+    handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) return absl::ResourceExhaustedError(dlerror());
+    ATTND_RETURN_IF_ERROR(Find("cuMemCreate", &create));
+    ATTND_RETURN_IF_ERROR(Find("cuMemExportToShareableHandle", &export_handle));
+    ATTND_RETURN_IF_ERROR(Find("cuMemRelease", &release));
+    ATTND_RETURN_IF_ERROR(Find("cuMemAddressReserve", &reserve));
+    ATTND_RETURN_IF_ERROR(Find("cuMemAddressFree", &free));
+    ATTND_RETURN_IF_ERROR(Find("cuMemMap", &map));
+    ATTND_RETURN_IF_ERROR(Find("cuMemUnmap", &unmap));
+    return Find("cuMemSetAccess", &set_access);
+  }
+  template <typename Function>
+  absl::Status Find(const char* name, Function** function) {
+    *function = reinterpret_cast<Function*>(dlsym(handle, name));
+    if (*function != nullptr) return absl::OkStatus();
+    return absl::ResourceExhaustedError(absl::StrCat("CUDA's driver has no ", name));
+  }
+
+  // A descriptor of the memory, and addresses at which kernels have it. It is kept by either.
+  absl::StatusOr<CUdeviceptr> ShareAndMap(const CUmemAllocationProp& kind,
+                                          CUmemGenericAllocationHandle memory, uint64_t bytes,
+                                          OwnedFd* descriptor) const {
+    constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    int fd = -1;
+    ATTND_RETURN_IF_ERROR(Check(export_handle(&fd, memory, kDescriptor, 0),
+                                "cuMemExportToShareableHandle", bytes));
+    *descriptor = OwnedFd(fd);
+    CUdeviceptr at = 0;
+    ATTND_RETURN_IF_ERROR(Check(reserve(&at, bytes, 0, 0, 0), "cuMemAddressReserve", bytes));
+    absl::Status status = Check(map(at, bytes, 0, memory, 0), "cuMemMap", bytes);
+    if (status.ok()) {
+      CUmemAccessDesc access = {};
+      access.location = kind.location;
+      access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+      status = Check(set_access(at, bytes, &access, 1), "cuMemSetAccess", bytes);
+      if (status.ok()) return at;
+      static_cast<void>(unmap(at, bytes));
+    }
+    static_cast<void>(free(at, bytes));
+    return status;
+  }
+
+  void* handle = nullptr;
+  decltype(cuMemCreate)* create = nullptr;
+  decltype(cuMemExportToShareableHandle)* export_handle = nullptr;
+  decltype(cuMemRelease)* release = nullptr;
+  decltype(cuMemAddressReserve)* reserve = nullptr;
+  decltype(cuMemAddressFree)* free = nullptr;
+  decltype(cuMemMap)* map = nullptr;
+  decltype(cuMemUnmap)* unmap = nullptr;
+  decltype(cuMemSetAccess)* set_access = nullptr;
+};
+
+absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(const std::string& library,
+                                                                 int device, uint64_t bytes,
                                                                  OwnedFd* descriptor) {
-  ATTND_ASSIGN_OR_RETURN(const Driver* const driver, Driver::Load());
+  auto driver = std::make_unique<Driver>();
+  ATTND_RETURN_IF_ERROR(driver->Open(library));
   CUmemAllocationProp kind = {};
   kind.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   kind.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -89,25 +96,22 @@ absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(int device, uin
   kind.location.id = device;
   CUmemGenericAllocationHandle memory = 0;
   ATTND_RETURN_IF_ERROR(Check(driver->create(&memory, bytes, &kind, 0), "cuMemCreate", bytes));
-  int fd = -1;
-  absl::Status status =
-      Check(driver->export_handle(&fd, memory, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
-            "cuMemExportToShareableHandle", bytes);
-  OwnedFd exported(fd);
-  absl::StatusOr<CUdeviceptr> address = status;
-  if (status.ok()) address = MapMemory(*driver, kind, memory, bytes);
+  OwnedFd exported;
+  const auto at = driver->ShareAndMap(kind, memory, bytes, &exported);
   static_cast<void>(driver->release(memory));
-  if (!address.ok()) return address.status();
+  if (!at.ok()) return at.status();
   *descriptor = std::move(exported);
   return std::unique_ptr<SharedBlock>(
-      new SharedBlock(reinterpret_cast<std::byte*>(*address), bytes));
+      new SharedBlock(std::move(driver), reinterpret_cast<std::byte*>(*at), bytes));
 }
 
+SharedBlock::SharedBlock(std::unique_ptr<const Driver> driver, std::byte* data, uint64_t bytes)
+    : driver_(std::move(driver)), data_(data), bytes_(bytes) {}
+
 SharedBlock::~SharedBlock() {
-  const absl::StatusOr<const Driver*> driver = Driver::Load();
-  const auto address = reinterpret_cast<CUdeviceptr>(data_);
-  static_cast<void>((*driver)->unmap(address, bytes_));
-  static_cast<void>((*driver)->free_address(address, bytes_));
+  const auto at = reinterpret_cast<CUdeviceptr>(data_);
+  static_cast<void>(driver_->unmap(at, bytes_));
+  static_cast<void>(driver_->free(at, bytes_));
 }
 
 }  // namespace attnd::gpu

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/statusor.h"
 #include "common/owned_fd.h"
@@ -20,10 +21,13 @@ namespace attnd::gpu {
 // Thread-safety: constant after construction.
 class SharedBlock {
  public:
+  // Of CUDA's driver, which the runtime has loaded.
+  static constexpr char kLibrary[] = "libcuda.so.1";
+
   // `bytes` is a multiple of kSharedDeviceUnitBytes; the content is anything. None of this waits
   // for work on the device. ResourceExhausted, saying which call of CUDA's, if it refuses.
-  static absl::StatusOr<std::unique_ptr<SharedBlock>> Create(int device, uint64_t bytes,
-                                                             OwnedFd* descriptor);
+  static absl::StatusOr<std::unique_ptr<SharedBlock>> Create(const std::string& library, int device,
+                                                             uint64_t bytes, OwnedFd* descriptor);
   // No kernel of this process may be using it.
   ~SharedBlock();
   SharedBlock(const SharedBlock&) = delete;
@@ -32,8 +36,11 @@ class SharedBlock {
   std::byte* data() const { return data_; }
 
  private:
-  SharedBlock(std::byte* data, uint64_t bytes) : data_(data), bytes_(bytes) {}
+  struct Driver;
 
+  SharedBlock(std::unique_ptr<const Driver> driver, std::byte* data, uint64_t bytes);
+
+  const std::unique_ptr<const Driver> driver_;
   std::byte* const data_;
   const uint64_t bytes_;
 };

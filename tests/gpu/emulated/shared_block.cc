@@ -8,13 +8,20 @@
 
 namespace attnd::gpu {
 
-absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(int, uint64_t bytes,
+struct SharedBlock::Driver {};
+
+absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(const std::string&, int,
+                                                                 uint64_t bytes,
                                                                  OwnedFd* descriptor) {
   void* memory = nullptr;
   static_cast<void>(cudaMalloc(&memory, bytes));
   *descriptor = OwnedFd(open("/dev/null", O_RDWR | O_CLOEXEC));
-  return std::unique_ptr<SharedBlock>(new SharedBlock(static_cast<std::byte*>(memory), bytes));
+  return std::unique_ptr<SharedBlock>(
+      new SharedBlock(std::make_unique<Driver>(), static_cast<std::byte*>(memory), bytes));
 }
+
+SharedBlock::SharedBlock(std::unique_ptr<const Driver> driver, std::byte* data, uint64_t bytes)
+    : driver_(std::move(driver)), data_(data), bytes_(bytes) {}
 
 SharedBlock::~SharedBlock() { static_cast<void>(cudaFree(data_)); }
 
