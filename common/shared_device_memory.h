@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 
 #include "common/owned_fd.h"
 
@@ -22,7 +21,6 @@ struct SharedDeviceMemory {
   std::byte* data = nullptr;           // where this process's kernels find it
   std::shared_ptr<const void> memory;  // with the last of these this process's view of it goes
   OwnedFd descriptor;  // for the other process: CUDA's handle of type POSIX_FILE_DESCRIPTOR
-  std::string device;  // whose memory it is: the 16 bytes of its UUID
 };
 
 }  // namespace attnd

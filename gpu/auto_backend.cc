@@ -74,8 +74,9 @@ class AutoBackend : public Backend {
     return device_->MapMemory(memory, bytes);
   }
 
-  absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t bytes) const override {
-    return device_->ShareMemory(bytes);
+  absl::StatusOr<SharedDeviceMemory> ShareMemory(absl::string_view device,
+                                                 uint64_t bytes) const override {
+    return device_->ShareMemory(device, bytes);
   }
 
   std::unique_ptr<PreparedStep> Prepare(const StepRequest& request,

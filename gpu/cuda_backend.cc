@@ -116,6 +116,18 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options,
   }
 }
 
+// Memory that clients share, which goes before its device.
+struct KeptMemory {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<const void> memory;
+};
+
+// What a call says that is none of a step's: a fault degrades the backend when the next step, or
+// the watch, meets it, too.
+absl::Status GpuHasFailed(const absl::Status& status) {
+  return absl::UnavailableError(absl::StrCat("the GPU has failed: ", status.message()));
+}
+
 class CudaBackend : public Backend {
  public:
   CudaBackend(const CudaBackendOptions& options, std::shared_ptr<Device> device,
@@ -230,14 +242,20 @@ class CudaBackend : public Backend {
   }
 
   // Only steps that take a client's turn use it.
-  absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t bytes) const override {
-    if (!options_.launch_ahead) return Backend::ShareMemory(bytes);
-    ATTND_RETURN_IF_ERROR(Health());
+  absl::StatusOr<SharedDeviceMemory> ShareMemory(absl::string_view device,
+                                                 uint64_t bytes) const override {
+    if (!options_.launch_ahead) return Backend::ShareMemory(device, bytes);
+    if (device != device_->uuid()) {
+      return absl::UnimplementedError("the server's GPU is another one");
+    }
+    if (const absl::Status health = Health(); !health.ok()) return GpuHasFailed(health);
     absl::StatusOr<SharedDeviceMemory> shared = device_->Share(bytes);
     if (shared.ok()) {
-      // It may be the last to go that knows the device.
-      shared->memory = {shared->memory.get(),
-                        [device = device_, memory = shared->memory](const void*) {}};
+      auto kept = std::make_shared<KeptMemory>(KeptMemory{device_, std::move(shared->memory)});
+      shared->memory = std::move(kept);
+    } else if (!absl::IsResourceExhausted(shared.status()) &&
+               !absl::IsUnimplemented(shared.status())) {
+      return GpuHasFailed(shared.status());
     }
     return shared;
   }
@@ -304,16 +322,12 @@ class CudaBackend : public Backend {
     return LinkRates{.to_device = rates.to_device, .to_host = rates.to_host};
   }
 
-  // A fault degrades the backend when the next step meets it, too.
   absl::StatusOr<std::chrono::nanoseconds> RunEmpty() const override {
-    const auto failed = [](const absl::Status& status) {
-      return absl::UnavailableError(absl::StrCat("the GPU has failed: ", status.message()));
-    };
-    if (const absl::Status health = Health(); !health.ok()) return failed(health);
+    if (const absl::Status health = Health(); !health.ok()) return GpuHasFailed(health);
     MutexLock lock(empty_runs_mutex_);
     auto time = empty_runs_->RunEmpty();
     if (time.ok() || absl::IsResourceExhausted(time.status())) return time;
-    return failed(time.status());
+    return GpuHasFailed(time.status());
   }
 
   BackendStats stats() const override {

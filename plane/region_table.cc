@@ -64,21 +64,22 @@ absl::Status RegionTable::ReserveTwin(uint64_t bytes) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(Mapped* memory) {
-  if (device_.make_twin == nullptr || memory->device_view == nullptr) {
+absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(const std::string& device,
+                                                      Mapped* memory) {
+  if (device_.make_twin == nullptr) return absl::UnimplementedError("the server has no GPU");
+  if (memory->device_view == nullptr) {
     return absl::UnimplementedError("no GPU of the server's sees the region");
   }
   constexpr uint64_t kUnit = kSharedDeviceUnitBytes;
   RegisteredTwin twin;
   twin.bytes = (memory->region->bytes() + kUnit - 1) / kUnit * kUnit;
   ATTND_RETURN_IF_ERROR(ReserveTwin(twin.bytes));
-  absl::StatusOr<SharedDeviceMemory> made = device_.make_twin(twin.bytes);
+  absl::StatusOr<SharedDeviceMemory> made = device_.make_twin(device, twin.bytes);
   if (!made.ok()) {
     const MutexLock lock(mutex_);
     twin_bytes_ -= twin.bytes;
     return made.status();
   }
-  twin.device = made->device;
   twin.descriptor = std::move(made->descriptor);
   memory->twin = *std::move(made);
   memory->twin_bytes = twin.bytes;
@@ -86,7 +87,8 @@ absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(Mapped* memory) {
 }
 
 absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::string_view tenant,
-                                                       uint64_t bytes, bool with_twin) {
+                                                       uint64_t bytes,
+                                                       const std::string& twin_of) {
   if (bytes == 0) return absl::InvalidArgumentError("bytes is 0; allowed are 1 and more");
   {
     const MutexLock lock(mutex_);
@@ -103,7 +105,7 @@ absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::stri
   if (made.ok()) {
     memory.region = *std::move(region);
     if (device_.map != nullptr) memory.device_view = device_.map(memory.region->data(), bytes);
-    if (with_twin) result.twin = MakeTwin(&memory);
+    if (!twin_of.empty()) result.twin = MakeTwin(twin_of, &memory);
   }
   const MutexLock lock(mutex_);
   --pending_;

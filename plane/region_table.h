@@ -46,15 +46,15 @@ struct RegionInfo {
 // What a client needs of a region's twin.
 struct RegisteredTwin {
   uint64_t bytes = 0;  // whole units of kSharedDeviceUnitBytes
-  std::string device;  // SharedDeviceMemory::device
   OwnedFd descriptor;
 };
 
 struct RegisteredRegion {
   RegionInfo info;
   OwnedFd descriptor;  // for the client
-  // Unimplemented, if nobody has asked for one or there is no device that could have it;
-  // ResourceExhausted, naming the limit, or what else kept it.
+  // Why not: Unimplemented if nobody has asked for one, or the device is another one or cannot have
+  // it; ResourceExhausted, naming the limit, beyond it, and if the device has no room; Unavailable
+  // if it has failed.
   absl::StatusOr<RegisteredTwin> twin = absl::UnimplementedError("no twin was asked for");
 };
 
@@ -94,8 +94,10 @@ class RegionUse {
 struct RegionDevice {
   // Lets it see a region, until what this gives is gone; null: it does not.
   std::function<std::shared_ptr<const void>(std::byte* data, uint64_t bytes)> map;
-  // Makes memory of its own for a twin: whole units of kSharedDeviceUnitBytes.
-  std::function<absl::StatusOr<SharedDeviceMemory>(uint64_t bytes)> make_twin;
+  // Makes memory of its own for a twin, whole units of kSharedDeviceUnitBytes, if it is the device
+  // with this UUID.
+  std::function<absl::StatusOr<SharedDeviceMemory>(const std::string& device, uint64_t bytes)>
+      make_twin;
 };
 
 // Ids are drawn at random from 64 bits: who has not been told one does not find it. Besides, a
@@ -119,9 +121,10 @@ class RegionTable {
   ~RegionTable();
 
   // InvalidArgument for 0 bytes; ResourceExhausted, naming the limit, beyond one, and if the system
-  // refuses the memory. A region that is to have a twin and cannot have one comes without.
+  // refuses the memory. twin_of: the UUID of a device that is to have a twin of the region; empty:
+  // none. A region that cannot have one comes without.
   absl::StatusOr<RegisteredRegion> Register(OwnerId owner, absl::string_view tenant, uint64_t bytes,
-                                            bool with_twin = false);
+                                            const std::string& twin_of = {});
   // NotFound if the owner has no such region.
   absl::Status Unregister(OwnerId owner, uint64_t id);
   // By ascending id.
@@ -160,7 +163,7 @@ class RegionTable {
   absl::Status CheckRoomLocked(OwnerId owner, uint64_t bytes) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Makes the region's twin, which is counted from here on.
-  absl::StatusOr<RegisteredTwin> MakeTwin(Mapped* memory);
+  absl::StatusOr<RegisteredTwin> MakeTwin(const std::string& device, Mapped* memory);
   absl::Status ReserveTwin(uint64_t bytes);
   uint64_t NewIdLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes the region out of the table, or marks it; what is to be unmapped goes to `unmapped`.

@@ -21,6 +21,7 @@ class ForwardingDevice : public gpu::Device {
   explicit ForwardingDevice(std::unique_ptr<gpu::Device> device) : device_(std::move(device)) {}
 
   const std::string& name() const override { return device_->name(); }
+  const std::string& uuid() const override { return device_->uuid(); }
   uint64_t memory_bytes() const override { return device_->memory_bytes(); }
   absl::StatusOr<std::byte*> Allocate(size_t bytes) override { return device_->Allocate(bytes); }
   void Free(std::byte* memory) override { device_->Free(memory); }

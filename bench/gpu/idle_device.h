@@ -63,6 +63,7 @@ class IdleStream : public gpu::Stream {
 class IdleDevice : public gpu::Device {
  public:
   const std::string& name() const override { return name_; }
+  const std::string& uuid() const override { return name_; }
   uint64_t memory_bytes() const override { return uint64_t{1} << 40; }
   absl::StatusOr<std::byte*> Allocate(size_t bytes) override { return Map(bytes, PROT_NONE); }
   void Free(std::byte* memory) override { Unmap(memory); }

@@ -8,10 +8,12 @@
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "attention/index/kmeans.h"
 #include "attention/segment/pages.h"
 #include "attention/segment/segment.h"
+#include "common/mutex.h"
 #include "common/status.h"
 #include "gpu/cuda/cuda_status.h"
 #include "gpu/cuda/cuda_stream.h"
@@ -98,7 +100,18 @@ class CudaDevice : public Device {
         maps_host_memory_(MapsHostMemory(device)),
         meter_(PcieMeter::Open(PcieMeter::kLibrary, BusIdOf(device))) {}
 
+  ~CudaDevice() override {
+    if (clearing_ != nullptr) static_cast<void>(cudaStreamDestroy(clearing_));
+  }
+  // Before anything else. Making a stream may wait for the device: none is made later than needed.
+  absl::Status Create() {
+    const MutexLock lock(clearing_mutex_);
+    return CudaStatus(cudaStreamCreateWithFlags(&clearing_, cudaStreamNonBlocking),
+                      "creating a stream");
+  }
+
   const std::string& name() const override { return name_; }
+  const std::string& uuid() const override { return uuid_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
   absl::StatusOr<PcieRates> pcie_rates() const override {
     return meter_.ok() ? (*meter_)->Read() : meter_.status();
@@ -148,17 +161,13 @@ class CudaDevice : public Device {
     ATTND_RETURN_IF_ERROR(Clear(block->data(), bytes));
     shared.data = block->data();
     shared.memory = std::move(block);
-    shared.device = uuid_;
     return shared;
   }
   absl::Status Clear(std::byte* memory, size_t bytes) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
-    cudaStream_t stream = nullptr;
-    ATTND_RETURN_IF_ERROR(
-        CudaStatus(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream"));
-    cudaError_t error = cudaMemsetAsync(memory, 0, bytes, stream);
-    if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
-    static_cast<void>(cudaStreamDestroy(stream));
+    const MutexLock lock(clearing_mutex_);
+    cudaError_t error = cudaMemsetAsync(memory, 0, bytes, clearing_);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(clearing_);
     return CudaStatus(error, absl::StrCat("clearing ", bytes, " bytes"));
   }
   absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
@@ -176,6 +185,9 @@ class CudaDevice : public Device {
   const bool has_cooperative_groups_;
   const bool maps_host_memory_;
   const absl::StatusOr<std::unique_ptr<PcieMeter>> meter_;
+
+  Mutex clearing_mutex_;  // held while memory is cleared
+  cudaStream_t clearing_ ABSL_GUARDED_BY(clearing_mutex_) = nullptr;
 };
 
 }  // namespace
@@ -193,7 +205,11 @@ absl::StatusOr<std::unique_ptr<Device>> OpenCudaDevice() {
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaGetDeviceProperties(&properties, device), "asking what a GPU is"));
     const std::string why_not = WhyNot(device, properties);
-    if (why_not.empty()) return std::make_unique<CudaDevice>(device, properties);
+    if (why_not.empty()) {
+      auto opened = std::make_unique<CudaDevice>(device, properties);
+      ATTND_RETURN_IF_ERROR(opened->Create());
+      return opened;
+    }
     absl::StrAppend(&seen, seen.empty() ? "" : ", ", properties.name, " (compute capability ",
                     properties.major, ".", properties.minor, ": ", why_not, ")");
   }

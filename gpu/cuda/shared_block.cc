@@ -9,15 +9,20 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "gpu/cuda/cuda_status.h"
 
 namespace attnd::gpu {
 namespace {
 
 absl::Status Check(CUresult code, const char* call, uint64_t bytes) {
   if (code == CUDA_SUCCESS) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrCat("CUDA refuses ", bytes,
-                                                   " bytes of GPU memory to share: ", call,
-                                                   ", error ", static_cast<int>(code)));
+  const std::string message =
+      absl::StrCat("CUDA refuses ", bytes, " bytes of GPU memory to share: ", call, ", error ",
+                   static_cast<int>(code));
+  if (code == CUDA_ERROR_OUT_OF_MEMORY) return absl::ResourceExhaustedError(message);
+  // The driver's numbers are the runtime's.
+  if (IsDeviceFault(static_cast<cudaError_t>(code))) return absl::InternalError(message);
+  return absl::UnimplementedError(message);
 }
 
 }  // namespace
@@ -32,7 +37,7 @@ struct SharedBlock::Driver {
 
   absl::Status Open(const std::string& library) {
     handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) return absl::ResourceExhaustedError(dlerror());
+    if (handle == nullptr) return absl::UnimplementedError(dlerror());
     ATTND_RETURN_IF_ERROR(Find("cuMemCreate", &create));
     ATTND_RETURN_IF_ERROR(Find("cuMemExportToShareableHandle", &export_handle));
     ATTND_RETURN_IF_ERROR(Find("cuMemRelease", &release));
@@ -46,7 +51,7 @@ struct SharedBlock::Driver {
   absl::Status Find(const char* name, Function** function) {
     *function = reinterpret_cast<Function*>(dlsym(handle, name));
     if (*function != nullptr) return absl::OkStatus();
-    return absl::ResourceExhaustedError(absl::StrCat("CUDA's driver has no ", name));
+    return absl::UnimplementedError(absl::StrCat("CUDA's driver has no ", name));
   }
 
   // A descriptor of the memory, and addresses at which kernels have it. It is kept by either.

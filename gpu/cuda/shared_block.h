@@ -24,8 +24,9 @@ class SharedBlock {
   // Of CUDA's driver, which the runtime has loaded.
   static constexpr char kLibrary[] = "libcuda.so.1";
 
-  // `bytes` is a multiple of kSharedDeviceUnitBytes; the content is anything. None of this waits
-  // for work on the device. ResourceExhausted, saying which call of CUDA's, if it refuses.
+  // `bytes` is a multiple of kSharedDeviceUnitBytes; the content is anything. Errors say which call
+  // of CUDA's refused: ResourceExhausted without memory, Internal for a fault of the device, else
+  // Unimplemented.
   static absl::StatusOr<std::unique_ptr<SharedBlock>> Create(const std::string& library, int device,
                                                              uint64_t bytes, OwnedFd* descriptor);
   // No kernel of this process may be using it.

@@ -5,8 +5,8 @@
 // needs no GPU (tests/gpu/fake_device).
 //
 // Errors of every method: ResourceExhausted if the device has no memory left; nothing has changed
-// then. Any other error means that the device can no longer be used: CUDA's faults stay, so that
-// every later call fails, too.
+// then. Any other error but Unimplemented means that the device can no longer be used: CUDA's
+// faults stay, so that every later call fails, too.
 #ifndef ATTND_GPU_DEVICE_DEVICE_H_
 #define ATTND_GPU_DEVICE_DEVICE_H_
 
@@ -116,6 +116,7 @@ class Device {
  public:
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;
+  virtual const std::string& uuid() const = 0;  // 16 bytes
   virtual uint64_t memory_bytes() const = 0;  // in total, including what others use
   // What its PCIe link carries now, of all processes; it may take 40 ms to measure. Unavailable,
   // saying why, if nothing can measure that.
@@ -139,7 +140,7 @@ class Device {
   virtual absl::Status MapHostMemory(const std::byte* memory, size_t bytes) = 0;
   virtual void UnmapHostMemory(const std::byte* memory) = 0;  // what MapHostMemory was given
   // Memory of the device that another process may map, too: `bytes` is a multiple of
-  // kSharedDeviceUnitBytes. Unimplemented if the device cannot.
+  // kSharedDeviceUnitBytes. Unimplemented if the device, or its driver, cannot.
   virtual absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) = 0;
   // Fills device memory with zeros, and waits for it. No step may use the memory.
   virtual absl::Status Clear(std::byte* memory, size_t bytes) = 0;

@@ -38,6 +38,9 @@ absl::Status CheckRequest(const v1::RoundTripRequest& request) {
   if (memory.has_q() || memory.has_k() || memory.has_v() || memory.has_out() || memory.has_lse()) {
     return Invalid("round_trip.memory", " has spans; a turn has no tensors");
   }
+  if (memory.in_twin()) {
+    return Invalid("round_trip.memory.in_twin", " is set; allowed in passes alone");
+  }
   return CheckSpin("round_trip.memory.spin_us", memory.spin_us());
 }
 

@@ -13,6 +13,7 @@ namespace {
 
 // As of the metadata attnd-tenant.
 constexpr size_t kRegionTenantBytesMax = 256;
+constexpr size_t kGpuUuidBytes = 16;
 
 v1::Status ToProto(const absl::Status& status) {
   v1::Status proto;
@@ -28,17 +29,20 @@ absl::Status Register(const v1::RegisterRegionRequest& request, plane::OwnerId o
     return absl::InvalidArgumentError(absl::StrCat(
         "tenant has ", request.tenant().size(), " bytes; allowed are 0..", kRegionTenantBytesMax));
   }
-  ATTND_ASSIGN_OR_RETURN(
-      plane::RegisteredRegion region,
-      regions->Register(owner, request.tenant(), request.bytes(), request.twin()));
+  const std::string& uuid = request.twin_gpu_uuid();
+  if (!uuid.empty() && uuid.size() != kGpuUuidBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("twin_gpu_uuid has ", uuid.size(),
+                                                   " bytes; allowed are 0 and ", kGpuUuidBytes));
+  }
+  ATTND_ASSIGN_OR_RETURN(plane::RegisteredRegion region,
+      regions->Register(owner, request.tenant(), request.bytes(), uuid));
   reply->set_region_id(region.info.id);
   reply->set_bytes(region.info.bytes);
   descriptors->push_back(std::move(region.descriptor));
   if (region.twin.ok()) {
     reply->mutable_twin()->set_bytes(region.twin->bytes);
-    reply->mutable_twin()->set_gpu_uuid(region.twin->device);
     descriptors->push_back(std::move(region.twin->descriptor));
-  } else if (request.twin()) {
+  } else if (!uuid.empty()) {
     *reply->mutable_no_twin() = ToProto(region.twin.status());
   }
   return absl::OkStatus();

@@ -163,8 +163,11 @@ absl::Status MemorySocket::Admit(int socket) const {
 
 bool MemorySocket::Send(int socket, const v1::MemoryReply& reply,
                         std::span<const OwnedFd> descriptors) const {
-  const auto code = static_cast<absl::StatusCode>(reply.status().code());
-  if (code == absl::StatusCode::kResourceExhausted && options_.on_full) options_.on_full();
+  const auto is_full = [](const v1::Status& status) {
+    return static_cast<absl::StatusCode>(status.code()) == absl::StatusCode::kResourceExhausted;
+  };
+  const bool full = is_full(reply.status()) || is_full(reply.register_region().no_twin());
+  if (full && options_.on_full) options_.on_full();
   return SendPacket(socket, reply, descriptors);
 }
 

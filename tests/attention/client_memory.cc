@@ -2,6 +2,7 @@
 #include "tests/attention/client_memory.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 
@@ -63,30 +64,38 @@ const std::byte* ClientMemory::Place(const std::vector<std::byte>& bytes) {
   return at;
 }
 
-void ClientMemory::MakeTwin(const Backend& backend) {
+void ClientMemory::MakeTwin(const Backend& backend, absl::string_view device) {
   ASSERT_LE(pages_.bytes(), kSharedDeviceUnitBytes);
-  auto twin = backend.ShareMemory(kSharedDeviceUnitBytes);
+  auto twin = backend.ShareMemory(device, kSharedDeviceUnitBytes);
   ASSERT_TRUE(twin.ok()) << twin.status();
-  twin_ = *std::move(twin);
-  std::copy_n(pages_.data(), pages_.bytes(), twin_.data);
+  void* const view = mmap(nullptr, kSharedDeviceUnitBytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                          twin->descriptor.get(), 0);
+  if (view != MAP_FAILED) {
+    twin_ = {static_cast<std::byte*>(view),
+             [](std::byte* of) { munmap(of, kSharedDeviceUnitBytes); }};
+  } else {
+    twin_ = {twin->data, [](std::byte*) {}};
+  }
+  devices_twin_ = std::move(twin->memory);
+  std::copy_n(pages_.data(), pages_.bytes(), twin_.get());
   turn_.memory = pages_.data();
-  turn_.memory_twin = twin_.data;
+  turn_.memory_twin = twin->data;
 }
 
 void ClientMemory::SpoilTensors() {
   for (const std::span<std::byte> tensor : tensors_) {
     std::fill(tensor.begin(), tensor.end(), std::byte{0x7f});
-    if (twin_.data != nullptr) std::fill_n(InTwin(tensor.data()), tensor.size(), std::byte{0x7f});
+    if (twin_ != nullptr) std::fill_n(InTwin(tensor.data()), tensor.size(), std::byte{0x7f});
   }
 }
 
 bool ClientMemory::told() const {
-  return *(twin_.data != nullptr ? InTwin(answer_) : answer_) == kEpoch &&
-         (twin_.data == nullptr || *answer_ == kUntold);
+  return *(twin_ != nullptr ? InTwin(answer_) : answer_) == kEpoch &&
+         (twin_ == nullptr || *answer_ == kUntold);
 }
 
 bool ClientMemory::untouched() const {
-  return *answer_ == kUntold && (twin_.data == nullptr || *InTwin(answer_) == kUntold);
+  return *answer_ == kUntold && (twin_ == nullptr || *InTwin(answer_) == kUntold);
 }
 
 }  // namespace attnd::attention::test

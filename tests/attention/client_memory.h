@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -25,14 +26,14 @@ class ClientMemory {
                const std::vector<RowMessage>& messages,
                const SharedPages::Allocate& allocate = SharedPages::FromTheHost);
 
-  // From here on the turn is taken in a twin, too, which the backend's device shares: one whose
-  // memory the host can touch.
-  void MakeTwin(const Backend& backend);
+  // From here on the turn is taken in a twin, too, which the backend's device shares: no real one,
+  // but one whose descriptor can be mapped, or whose memory the host can touch.
+  void MakeTwin(const Backend& backend, absl::string_view device);
 
   const ClientTurn& turn() const { return turn_; }
   std::span<const RowTokens> tokens() const { return tokens_; }
   void Ring() {
-    if (twin_.data != nullptr) *InTwin(ring_) = turn_.epoch;
+    if (twin_ != nullptr) *InTwin(ring_) = turn_.epoch;
     *ring_ = turn_.epoch;
   }
   void RingInMemoryAlone() { *ring_ = turn_.epoch; }
@@ -52,7 +53,7 @@ class ClientMemory {
   // Where the twin has what lies at `place`.
   template <typename T>
   T* InTwin(T* place) const {
-    return reinterpret_cast<T*>(twin_.data +
+    return reinterpret_cast<T*>(twin_.get() +
                                 (reinterpret_cast<const std::byte*>(place) - pages_.data()));
   }
 
@@ -68,7 +69,8 @@ class ClientMemory {
   std::vector<RowTokens> tokens_;
   std::vector<std::span<std::byte>> tensors_;
   std::span<const float> lse_;
-  SharedDeviceMemory twin_;
+  std::shared_ptr<const void> devices_twin_;
+  std::shared_ptr<std::byte> twin_;  // the client's view of it; null: none
   ClientTurn turn_;
 };
 

@@ -201,7 +201,7 @@ TEST_P(BegunSteps, TheClientIsTold) {
 TEST_P(BegunSteps, TheClientIsToldInItsTwin) {
   FinalRow step(GetParam());
   auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend);
+  client.MakeTwin(*fake.backend, kFakeUuid);
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
   ASSERT_NE(prepared, nullptr);
   const StepResult found =
@@ -221,7 +221,7 @@ TEST_P(BegunSteps, TheClientIsToldInItsTwin) {
 TEST_P(BegunSteps, WhatTheHostTellsIsNotInTheTwin) {
   FinalRow step(GetParam());
   auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend);
+  client.MakeTwin(*fake.backend, kFakeUuid);
   attention::ClientTurn turn = client.turn();
   turn.answer = nullptr;
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
@@ -242,7 +242,7 @@ TEST_P(BegunSteps, WhatTheHostTellsIsNotInTheTwin) {
 TEST_P(BegunSteps, ARingBesideTheTwinBeginsNothing) {
   FinalRow step(GetParam());
   auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend);
+  client.MakeTwin(*fake.backend, kFakeUuid);
   auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
   ASSERT_NE(prepared, nullptr);
   client.RingInMemoryAlone();
@@ -504,20 +504,20 @@ TEST(BegunStep, MemoryIsMappedForTheDevice) {
 TEST(BegunStep, MemoryOfTheDeviceIsShared) {
   constexpr uint64_t kBytes = 2 * kSharedDeviceUnitBytes;
   const FakeBackend fake = MakePreparingBackend();
-  auto shared = fake.backend->ShareMemory(kBytes);
+  auto shared = fake.backend->ShareMemory(kFakeUuid, kBytes);
   ASSERT_TRUE(shared.ok()) << shared.status();
   EXPECT_TRUE(shared->descriptor.valid());
-  EXPECT_EQ(shared->device, kFakeUuid);
   EXPECT_EQ(fake.control->shared_bytes(), kBytes);
   shared->memory.reset();
   EXPECT_EQ(fake.control->shared_bytes(), 0u);
+  EXPECT_TRUE(absl::IsUnimplemented(fake.backend->ShareMemory("another one's", kBytes).status()));
   fake.control->Set({.no_sharing = true});
-  EXPECT_TRUE(absl::IsResourceExhausted(fake.backend->ShareMemory(kBytes).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(fake.backend->ShareMemory(kFakeUuid, kBytes).status()));
   CudaBackendOptions in_turn = PreparingOptions();
   in_turn.launch_ahead = false;
   const FakeBackend never_ahead = MakeFakeBackend(in_turn, true);
-  EXPECT_TRUE(absl::IsUnimplemented(never_ahead.backend->ShareMemory(kBytes).status()));
-  EXPECT_TRUE(absl::IsUnimplemented(MakeCpu()->ShareMemory(kBytes).status()));
+  EXPECT_TRUE(absl::IsUnimplemented(never_ahead.backend->ShareMemory(kFakeUuid, kBytes).status()));
+  EXPECT_TRUE(absl::IsUnimplemented(MakeCpu()->ShareMemory(kFakeUuid, kBytes).status()));
 }
 
 }  // namespace

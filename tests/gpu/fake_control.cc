@@ -103,7 +103,7 @@ uint64_t FakeControl::near_turns() const {
 uint64_t FakeControl::shared_bytes() const {
   MutexLock lock(mutex_);
   uint64_t bytes = 0;
-  for (const auto& [address, size] : shared_) bytes += size;
+  for (const auto& [address, mapping] : shared_) bytes += mapping.bytes;
   return bytes;
 }
 
@@ -167,6 +167,14 @@ void FakeControl::CheckNumbers(const StepHeader& header) {
                   std::prev(own)->first + std::prev(own)->second.count <= own->first);
     }
   }
+}
+
+bool FakeControl::Shares(const void* address, uint64_t bytes) const {
+  const auto* at = static_cast<const std::byte*>(address);
+  const auto block = shared_.upper_bound(at);
+  if (block == shared_.begin()) return false;
+  const auto& [begin, mapping] = *std::prev(block);
+  return at + bytes <= begin + mapping.bytes;
 }
 
 bool FakeControl::Owns(const void* address, uint64_t bytes) const {

@@ -105,7 +105,7 @@ class FakeStream : public Stream {
             {[this](const void* at, uint64_t bytes)
                  ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->mapped_, at, bytes); },
              [this](const void* at, uint64_t bytes)
-                 ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->shared_, at, bytes); },
+                 ABSL_NO_THREAD_SAFETY_ANALYSIS { return control_->Shares(at, bytes); },
              [this](const void* at, uint64_t bytes)
                  ABSL_NO_THREAD_SAFETY_ANALYSIS { return Inside(control_->pinned_, at, bytes); }});
         // All but the tokens may be read from now on.
@@ -113,7 +113,9 @@ class FakeStream : public Stream {
       }
       // Whoever waits for a step that nobody lets begin would wait for ever.
       work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-        if (HasRung(*gate)) TakeTokens(run, early_input_, gate);
+        if (control_->HasRung(*gate)) {
+          TakeTokens(run, early_input_, control_->AsKernelsHave(gate->tokens), gate);
+        }
         ASSERT_TRUE(gate->taken != 0 || LoadWord(&gate->open) != 0);
       });
     }
@@ -132,7 +134,7 @@ class FakeStream : public Stream {
   // Takes a client's tokens before the rest of the step is done.
   bool AwaitTaken(StepGate* gate) override {
     MutexLock lock(control_->mutex_);
-    if (control_->faults_.takes_late || !HasRung(*gate)) return false;
+    if (control_->faults_.takes_late || !control_->HasRung(*gate)) return false;
     work_.front()();
     work_.erase(work_.begin());
     return gate->taken != 0;
@@ -226,8 +228,12 @@ class FakeStream : public Stream {
     work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       control_->runs_behind_gates_.push_back(gate != nullptr);
       if (gate != nullptr && gate->taken != 0) {
-        *run.header.answer = gate->answer;
-        run.header.answer->allowed = LoadWord(&gate->allowed);
+        AnswerPlaces& answer = *run.header.answer;
+        answer = gate->answer;
+        answer.turn = control_->AsKernelsHave(answer.turn);
+        answer.twin_out = control_->AsKernelsHave(answer.twin_out);
+        answer.twin_lse = control_->AsKernelsHave(answer.twin_lse);
+        answer.allowed = LoadWord(&gate->allowed);
         control_->turns_ += 1;
         control_->near_turns_ += gate->ring_is_near;
       }
@@ -290,6 +296,7 @@ class FakeDevice : public Device {
         control_(std::move(control)) {}
 
   const std::string& name() const override { return name_; }
+  const std::string& uuid() const override { return uuid_; }
   uint64_t memory_bytes() const override { return memory_bytes_; }
 
   absl::StatusOr<std::byte*> Allocate(size_t bytes) override {
@@ -355,19 +362,23 @@ class FakeDevice : public Device {
     if (control_->broken_) return Fault();
     SharedDeviceMemory shared;
     shared.descriptor = OwnedFd(memfd_create("fake-device", MFD_CLOEXEC));
-    void* const data =
-        control_->faults_.no_sharing || ftruncate(shared.descriptor.get(), bytes) != 0
-            ? MAP_FAILED
-            : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shared.descriptor.get(), 0);
-    if (data == MAP_FAILED) return absl::ResourceExhaustedError("the fake device shares no more");
-    shared.data = static_cast<std::byte*>(data);
-    control_->shared_.emplace(shared.data, bytes);
-    shared.memory = {shared.data, [control = control_, bytes](std::byte* memory) {
+    const auto map = [&](int protection) {
+      void* const at = mmap(nullptr, bytes, protection, MAP_SHARED, shared.descriptor.get(), 0);
+      return at == MAP_FAILED ? nullptr : static_cast<std::byte*>(at);
+    };
+    if (control_->faults_.no_sharing || ftruncate(shared.descriptor.get(), bytes) != 0) {
+      return absl::ResourceExhaustedError("the fake device shares no more");
+    }
+    shared.data = map(PROT_NONE);
+    std::byte* const kernels = map(PROT_READ | PROT_WRITE);
+    EXPECT_TRUE(shared.data != nullptr && kernels != nullptr);
+    control_->shared_[shared.data] = {bytes, kernels};
+    shared.memory = {shared.data, [control = control_, bytes, kernels](std::byte* memory) {
                        MutexLock held(control->mutex_);
                        EXPECT_EQ(control->shared_.erase(memory), 1u);
                        munmap(memory, bytes);
+                       munmap(kernels, bytes);
                      }};
-    shared.device = kFakeUuid;
     return shared;
   }
   absl::Status Clear(std::byte* memory, size_t bytes) override {
@@ -391,7 +402,7 @@ class FakeDevice : public Device {
     return memory;
   }
 
-  const std::string name_ = "fake";
+  const std::string name_ = "fake", uuid_ = kFakeUuid;
   const uint64_t memory_bytes_;
   const bool maps_host_memory_;
   const std::shared_ptr<FakeControl> control_;

@@ -21,6 +21,7 @@
 #include "gpu/device/device.h"
 #include "tests/gpu/fetch_reference.h"
 #include "tests/gpu/step_reference.h"
+#include "tests/gpu/turn_reference.h"
 
 namespace attnd::gpu::test {
 
@@ -86,6 +87,22 @@ class FakeControl {
   void AwaitMaps() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether [address, + bytes) is the device's.
   bool Owns(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool Shares(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Where kernels have what is at this address, if the device shares it; else the same.
+  template <typename T>
+  T* AsKernelsHave(T* address) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    const auto* at = reinterpret_cast<const std::byte*>(address);
+    auto block = shared_.upper_bound(at);
+    if (address == nullptr || block == shared_.begin()) return address;
+    --block;
+    const auto& [begin, mapping] = *block;
+    return at < begin + mapping.bytes ? reinterpret_cast<T*>(mapping.kernels + (at - begin))
+                                      : address;
+  }
+  // Whether the gate's client has rung.
+  bool HasRung(const StepGate& gate) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return gate.ring != nullptr && LoadWord(AsKernelsHave(gate.ring)) == gate.epoch;
+  }
   // Expects that a number names one page of one layer for ever: a cache would give other bytes.
   void CheckNumbers(const StepHeader& header) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The stream uses the cache until it has been synchronised; expects that no other does.
@@ -105,7 +122,13 @@ class FakeControl {
   std::map<const std::byte*, uint64_t> memory_ ABSL_GUARDED_BY(mutex_);  // bytes by address
   std::map<const std::byte*, uint64_t> pinned_ ABSL_GUARDED_BY(mutex_);
   std::map<const std::byte*, uint64_t> mapped_ ABSL_GUARDED_BY(mutex_);
-  std::map<const std::byte*, uint64_t> shared_ ABSL_GUARDED_BY(mutex_);
+  // Memory that the device shares. Nobody may touch it at its addresses, as of a real one's the
+  // host may not: kernels here have it at others.
+  struct SharedMapping {
+    uint64_t bytes;
+    std::byte* kernels;
+  };
+  std::map<const std::byte*, SharedMapping> shared_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::thread::id> mappers_ ABSL_GUARDED_BY(mutex_);
   uint64_t refused_maps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t maps_allowed_ ABSL_GUARDED_BY(mutex_) = kNever;
@@ -136,7 +159,7 @@ class FakeControl {
   std::set<std::string> kinds_ ABSL_GUARDED_BY(mutex_);  // bytes of all that decides
 };
 
-// SharedDeviceMemory::device of the fake one, whose descriptors are files that mmap maps.
+// The fake device's. Descriptors of memory that it shares are files that mmap maps.
 inline constexpr char kFakeUuid[] = "the fake device.";
 static_assert(sizeof(kFakeUuid) == 17);
 

@@ -49,11 +49,12 @@ void ExpectTurn(const StepRun& run, const StepGate& gate, const TurnMemory& memo
   EXPECT_TRUE(answer.twin_lse == nullptr || memory.shared(answer.twin_lse, lanes * sizeof(float)));
 }
 
-void TakeTokens(const StepRun& run, const std::vector<std::byte>& early_input, StepGate* gate) {
+void TakeTokens(const StepRun& run, const std::vector<std::byte>& early_input,
+                const std::byte* tokens, StepGate* gate) {
   std::copy(early_input.begin(), early_input.end(), run.input);
   for (uint32_t i = 0; i < gate->moves_count; ++i) {
     std::memcpy(run.input + uint64_t{gate->moves[i].to} * kMoveBytes,
-                gate->tokens + uint64_t{gate->moves[i].from} * kMoveBytes, kMoveBytes);
+                tokens + uint64_t{gate->moves[i].from} * kMoveBytes, kMoveBytes);
   }
   gate->taken = 1;
 }

@@ -19,15 +19,13 @@ struct TurnMemory {
 };
 
 uint32_t LoadWord(const uint32_t* word);
-inline bool HasRung(const StepGate& gate) {
-  return gate.ring != nullptr && LoadWord(gate.ring) == gate.epoch;
-}
 
 // Expects that all of the gate's places lie in such memory, and in the step's input.
 void ExpectTurn(const StepRun& run, const StepGate& gate, const TurnMemory& memory);
 // early_input: what the input was when the step was launched. The input is then that, with the
-// client's tokens.
-void TakeTokens(const StepRun& run, const std::vector<std::byte>& early_input, StepGate* gate);
+// client's tokens, which kernels find at `tokens`.
+void TakeTokens(const StepRun& run, const std::vector<std::byte>& early_input,
+                const std::byte* tokens, StepGate* gate);
 // Writes what comes beside out and lse, tells the client if it may, and gives what
 // AnswerSignal::answered becomes.
 uint32_t TellClient(const StepHeader& header);

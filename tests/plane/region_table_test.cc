@@ -124,15 +124,17 @@ TEST(RegionTableTest, APassKeepsItsRegionAlone) {
 class Twins : public ::testing::Test {
  protected:
   static constexpr uint64_t kUnit = kSharedDeviceUnitBytes;
+  static constexpr char kDevice[] = "a device";
   RegionDevice Device() {
     return {.map = [](std::byte* data, uint64_t) { return std::make_shared<int>(data != nullptr); },
-            .make_twin = [this](uint64_t bytes) -> absl::StatusOr<SharedDeviceMemory> {
+            .make_twin = [this](const std::string& device,
+                                uint64_t bytes) -> absl::StatusOr<SharedDeviceMemory> {
               if (refused_) return absl::ResourceExhaustedError("planted");
+              EXPECT_EQ(device, kDevice);
               EXPECT_EQ(bytes % kUnit, 0u);
               SharedDeviceMemory made;
               made.data = memory_;
               made.memory = held_;
-              made.device = "a device";
               return made;
             }};
   }
@@ -148,10 +150,9 @@ class Twins : public ::testing::Test {
 };
 
 TEST_F(Twins, ARegionMayHaveOne) {
-  auto region = table_.Register(1, "", 5000, /*with_twin=*/true);
+  auto region = table_.Register(1, "", 5000, kDevice);
   ASSERT_TRUE(region.ok() && region->twin.ok()) << region->twin.status();
   EXPECT_EQ(region->twin->bytes, kUnit);
-  EXPECT_EQ(region->twin->device, "a device");
   EXPECT_EQ(table_.usage().twin_bytes, kUnit);
   EXPECT_EQ(table_.Use("", region->info.id)->twin(), memory_);
   const auto without = table_.Register(1, "", 5000);
@@ -163,8 +164,8 @@ TEST_F(Twins, ARegionMayHaveOne) {
 
 // It goes with its region, under a pass when that ends.
 TEST_F(Twins, TheyGoWithTheirRegions) {
-  const uint64_t first = table_.Register(1, "", 1, true)->info.id;
-  const uint64_t second = table_.Register(1, "", 1, true)->info.id;
+  const uint64_t first = table_.Register(1, "", 1, kDevice)->info.id;
+  const uint64_t second = table_.Register(1, "", 1, kDevice)->info.id;
   EXPECT_EQ(held_.use_count(), 3);
   ASSERT_TRUE(table_.Unregister(1, first).ok());
   EXPECT_EQ(held_.use_count(), 2);
@@ -180,14 +181,14 @@ TEST_F(Twins, TheyGoWithTheirRegions) {
 
 // A region comes without one, and the reason is told.
 TEST_F(Twins, TheyAreLimited) {
-  for (int i = 0; i < 2; ++i) ASSERT_TRUE(table_.Register(1, "", 1, true)->twin.ok());
-  const auto beyond = table_.Register(1, "", 1, true);
+  for (int i = 0; i < 2; ++i) ASSERT_TRUE(table_.Register(1, "", 1, kDevice)->twin.ok());
+  const auto beyond = table_.Register(1, "", 1, kDevice);
   ASSERT_TRUE(beyond.ok());
   EXPECT_THAT(std::string(beyond->twin.status().message()),
               HasSubstr("client_device_memory_bytes: a twin of 2097152 bytes"));
   table_.RemoveOwner(1);
   refused_ = true;
-  const auto refused = table_.Register(1, "", 1, true);
+  const auto refused = table_.Register(1, "", 1, kDevice);
   ASSERT_TRUE(refused.ok());
   EXPECT_EQ(refused->twin.status(), absl::ResourceExhaustedError("planted"));
   EXPECT_EQ(table_.usage().twin_bytes, 0u);
@@ -200,7 +201,7 @@ TEST_F(Twins, NotOfWhatTheDeviceDoesNotSee) {
   RegionTable table(
       {.bytes_max = 1 << 20, .twin_bytes_max = kUnit, .regions_max = 1, .client_regions_max = 1},
       device);
-  EXPECT_TRUE(absl::IsUnimplemented(table.Register(1, "", 1, true)->twin.status()));
+  EXPECT_TRUE(absl::IsUnimplemented(table.Register(1, "", 1, kDevice)->twin.status()));
 }
 
 TEST(RegionTableTest, ThreadsComeAndGo) {

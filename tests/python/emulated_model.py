@@ -18,7 +18,7 @@ class Model:
     def __init__(self, client, gpu, shape=SHAPE, tokens=1, *, lse=True, timeout_s=None, dtype="fp32", twin=False) -> None:
         layout = PassLayout(shape, tokens, dtype)
         self.connection = connection = client.memory_socket()
-        memory = PassMemory(connection, layout, twin=twin)
+        memory = PassMemory(connection, layout, twin_gpu=gpu.uuid() if twin else b"")
         stream = client.memory_stream()
         if timeout_s is not None:
             stream._timeout_s = timeout_s

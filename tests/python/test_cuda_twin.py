@@ -6,7 +6,9 @@ messages, in whichever memory they come; who cannot have a twin does without."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import time
 
 import numpy as np
 import pytest
@@ -14,13 +16,16 @@ import pytest
 import attnd
 import live_server
 import metrics_text
+from attnd.cuda import driver
+from attnd.cuda.errors import CudaError
+from attnd.cuda.structs import Failure
 from attnd.errors import InvalidArgumentError
 from attnd.pass_memory import PassLayout, PassMemory
 from attnd.requests import PassOptions
 from attnd.tensors import BF16
 from attnd.words import ANSWER_OFFSET
 from cases import Case, opened
-from emulated_gpu import EmulatedGpu
+from emulated_gpu import UUID, EmulatedGpu
 from emulated_fixtures import PROMPT, TOKENS, gpu, layer_tokens, library
 from emulated_model import Model
 from memory_fixtures import connected
@@ -45,17 +50,47 @@ def served(*flags: str):
             yield client, f"http://{address}/metrics"
 
 
-def decode(client, gpu, model, case) -> None:
-    """Passes of one token to the end of the case, each compared with one over messages."""
+@pytest.fixture(scope="module")
+def one_server():
+    with served() as client_and_metrics:
+        yield client_and_metrics
+
+
+@pytest.fixture
+def model(one_server, gpu):
+    with Model(one_server[0], gpu, SHAPE, 2, dtype="bf16", twin=True) as model:
+        yield model
+
+
+class Twin:
+    """The words of a session's twin."""
+
+    def __init__(self, gpu: EmulatedGpu) -> None:
+        (self.memory,) = gpu.imported.values()
+
+    def word(self, offset: int) -> int:
+        return int.from_bytes(self.memory[offset : offset + 4], "little")
+
+    def set_answer(self, epoch: int) -> None:
+        self.memory[ANSWER_OFFSET : ANSWER_OFFSET + 4] = (epoch % (1 << 32)).to_bytes(4, "little")
+
+
+def decode(client, gpu, model, case, after_layer=lambda: None) -> None:
+    """Passes of one token to the end of the case, each compared with one over messages.
+
+    Args:
+        after_layer: called in stream order, behind each layer.
+    """
     layers = range(case.shape.layers)
     sequence, other = (opened(client, case, PROMPT, complete=False) for _ in range(2))
-    graph = model.graph()
     with client.decode_session() as messages:
         for at in range(PROMPT, TOKENS):
             tokens = slice(at, at + 1)
             model.write(case, tokens)
             whole = model.session.begin_pass([attnd.Row(sequence, at)], want_lse=True)
-            gpu.replay(graph)
+            for layer in layers:
+                model.layer(layer)
+                gpu.then(after_layer)
             step = messages.begin_pass(len(layers), [attnd.Row(other, at)], want_lse=True)
             expected = [
                 step.step(case.q[layer, tokens].astype(BF16), *case.sent(layer, tokens))
@@ -64,8 +99,8 @@ def decode(client, gpu, model, case) -> None:
             whole.finish()
             gpu.synchronize()
             for layer in layers:
-                np.testing.assert_array_equal(model.out[layer], expected[layer].out)
-                np.testing.assert_array_equal(model.lse[layer], expected[layer].lse)
+                np.testing.assert_array_equal(model.out[layer][:1], expected[layer].out)
+                np.testing.assert_array_equal(model.lse[layer][:1], expected[layer].lse)
     assert layer_tokens(client, sequence) == [TOKENS] * len(layers)
 
 
@@ -75,27 +110,43 @@ def told(metrics: str) -> float:
     return page.get("attnd_backend_steps_ahead_total", outcome="told")
 
 
-def test_kernels_meet_in_gpu_memory(gpu):
-    """All but a pass's last layer, and those that were not launched ahead, are told there; the region's
-    words say nothing of them."""
-    case = Case.random(TOKENS, SHAPE)
-    with served() as (client, metrics), Model(client, gpu, SHAPE, dtype="bf16", twin=True) as model:
-        assert model.session.in_gpu_memory
-        assert metrics_text.read(metrics).get("attnd_memory_twin_bytes") == TWIN_BYTES
-        decode(client, gpu, model, case)
-        assert 0 < told(metrics) <= (TOKENS - PROMPT) * (SHAPE.layers - 1)
-        (twin,) = gpu.imported.values()
-        answer = int.from_bytes(twin[ANSWER_OFFSET : ANSWER_OFFSET + 4], "little")
-        assert 0 < answer < model.session._control.done  # the last layer's, which the host tells
+def test_kernels_meet_in_gpu_memory(one_server, gpu, model):
+    """Where the GPU tells, it tells there alone; the host tells of the other layers, of each pass's last
+    one for one, in the region alone."""
+    client, metrics = one_server
+    assert model.session.in_gpu_memory
+    assert metrics_text.read(metrics).get("attnd_memory_twin_bytes") == TWIN_BYTES
+    before, words, passes = told(metrics), [], 0
+
+    def look() -> None:
+        region = model.session._memory.memory
+        answer = int.from_bytes(region[ANSWER_OFFSET : ANSWER_OFFSET + 4], "little")
+        words.append((model.session._control.done, answer, Twin(gpu).word(ANSWER_OFFSET)))
+
+    while told(metrics) == before and passes < 20 * (TOKENS - PROMPT):  # of a machine that is busy
+        decode(client, gpu, model, Case.random(TOKENS, SHAPE), look)
+        passes += TOKENS - PROMPT
+    in_region = sum(done == region != twin for done, region, twin in words)
+    in_twin = sum(done == twin != region for done, region, twin in words)
+    assert in_region + in_twin == len(words) == passes * SHAPE.layers
+    assert in_region >= passes and in_twin == told(metrics) - before > 0
 
 
 @pytest.mark.parametrize("reason", ["asked", "full", "ahead", "other", "refused"])
 def test_who_has_no_twin_does_without(library, monkeypatch, caplog, reason):
     """None was asked for, or the server has no room, or launches nothing ahead; or the client is on
-    another GPU, or its CUDA refuses."""
+    another GPU, or its CUDA refuses. The server counts what is beyond its limit."""
+    caplog.set_level(logging.INFO, "attnd.cuda")
     case = Case.random(TOKENS, SHAPE)
     gpu = EmulatedGpu(library)
     flags = {"full": "--client-device-memory-bytes=0", "ahead": "--device-launch-ahead=false"}
+    reasons = {
+        "asked": "",
+        "full": "client_device_memory_bytes: a twin of 2097152 bytes",
+        "ahead": "no GPU",
+        "other": "the server's GPU is another one",
+        "refused": "import_memory: planted",
+    }
     if reason == "other":
         monkeypatch.setattr(gpu, "uuid", lambda: b"another device..")
     if reason == "refused":
@@ -105,46 +156,176 @@ def test_who_has_no_twin_does_without(library, monkeypatch, caplog, reason):
         Model(client, gpu, SHAPE, dtype="bf16", twin=reason != "asked") as model,
     ):
         assert not model.session.in_gpu_memory
-        assert ("go through the host's" in caplog.text) == (reason == "refused")
+        assert reasons[reason] in caplog.text
+        assert ("through the host's memory" in caplog.text) == (reason != "asked")
+        page = metrics_text.read(metrics)
+        refused = page.get("attnd_rejections_total", reason="client_memory")
+        assert refused == (reason == "full")
         decode(client, gpu, model, case)
-        assert (told(metrics) > 0) == (reason != "ahead")
+        assert told(metrics) == 0 or reason != "ahead"
+
+
+def test_sessions_of_clients_ask_for_one(one_server, library, monkeypatch):
+    """Those of cuda_session and of attnd.transformers, but where answers are fp32, which no GPU tells
+    of."""
+    client, _ = one_server
+    gpu = EmulatedGpu(library)
+    monkeypatch.setattr(driver, "CudaGpu", lambda device: gpu)
+    with client.cuda_session(SHAPE) as session:
+        assert session.in_gpu_memory
+    with client.cuda_session(SHAPE, output_dtype="fp32") as session:
+        assert not session.in_gpu_memory
+    with monkeypatch.context() as old:
+        old.setattr(gpu, "uuid", lambda: (_ for _ in ()).throw(AttributeError("planted")))
+        with client.cuda_session(SHAPE) as session:
+            assert not session.in_gpu_memory
+    assert gpu.imported == {} and gpu.mapped == []
 
 
 def test_twins_come_and_go(library):
-    """With their sessions; a client that ends takes them along, and the descriptors are closed."""
+    """With their sessions, also with one that is not closed, whose connection ends; their descriptors
+    are closed at once."""
     gpu = EmulatedGpu(library)
     with served("--client-device-memory-bytes=4MiB") as (client, metrics):
 
         def twin_bytes() -> float:
             return metrics_text.read(metrics).get("attnd_memory_twin_bytes")
 
-        def descriptors() -> int:
-            return len(os.listdir("/proc/self/fd"))
+        def twins_open() -> int:
+            links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+            return sum("fake-device" in os.readlink(one) for one in links if os.path.islink(one))
 
-        Model(client, gpu, SHAPE, twin=True).session.close()
-        before = descriptors()
-        for _ in range(5):
+        for _ in range(3):
             models = [Model(client, gpu, SHAPE, twin=True) for _ in range(3)]
             assert [model.session.in_gpu_memory for model in models] == [True, True, False]
             assert twin_bytes() == 2 * TWIN_BYTES
+            assert twins_open() == len(gpu.imported) == 2  # mmap's own
             for model in models:
                 model.session.close()
-            del models, model
-        assert gpu.imported == {}
-        assert descriptors() == before
+            assert gpu.imported == {}
+        model = Model(client, gpu, SHAPE, twin=True)
+        model.connection.close()  # as if its process had ended
+        deadline = time.monotonic() + 5
+        while twin_bytes() > 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert twin_bytes() == 0
+        model.session.close()
 
 
-def test_a_pass_in_a_twin_that_is_none_is_refused():
-    with served() as (client, _):
-        for twin, rings in ((False, True), (True, False)):
-            refused(client, twin=twin, device_rings=rings)
+@pytest.mark.parametrize("failing", ["import_memory", "words", "launch", "synchronize"])
+def test_a_session_that_cannot_be_made_leaves_no_twin(one_server, library, failing):
+    """But that one is made without a twin if it is that which cannot be imported."""
+    client, _ = one_server
+    gpu = EmulatedGpu(library)
+    gpu.fails = lambda name: name == failing
+    if failing == "import_memory":
+        Model(client, gpu, SHAPE, twin=True).session.close()
+    else:
+        with pytest.raises(CudaError, match=failing):
+            Model(client, gpu, SHAPE, twin=True)
+    assert gpu.imported == {} and gpu.mapped == []
 
 
-def refused(client, *, twin: bool, device_rings: bool) -> None:
+def test_a_row_that_fails_is_told_in_the_region(one_server, gpu, model):
+    """From there on the host tells of all layers; the other row's answers are what they are without."""
+    client, metrics = one_server
+    case = Case.random(TOKENS, SHAPE)
+    good, bad = (opened(client, case, PROMPT, complete=False) for _ in range(2))
+    model.write(case, slice(PROMPT, PROMPT + 1))
+    model.write(case, slice(PROMPT, PROMPT + 1), at=1)
+    model.k[2][1] = np.nan
+    whole = model.session.begin_pass(
+        [attnd.Row(good, PROMPT), attnd.Row(bad, PROMPT)], raise_on_row_error=False
+    )
+    model.layers()
+    whole.finish()
+    gpu.synchronize()
+    assert [row.ok for row in whole.rows] == [True, False] and whole.failed_rows == 1
+    for layer in range(SHAPE.layers):
+        np.testing.assert_allclose(
+            model.out[layer][0].astype(np.float32),
+            case.expected(layer, slice(PROMPT, PROMPT + 1))[0][0], rtol=0.05, atol=0.05,
+        )
+        assert np.isnan(model.out[layer][1]).all() == (layer >= 2)
+
+
+def test_what_a_failed_pass_leaves_is_none_of_the_next_one_s(one_server, gpu, model):
+    """A row that would leave a gap, again and again, and a good pass behind each."""
+    client, _ = one_server
+    case = Case.random(TOKENS, SHAPE)
+    sequence = opened(client, case, PROMPT, complete=False)
+    for at in range(PROMPT, PROMPT + 3):
+        model.write(case, slice(at, at + 1))
+        whole = model.session.begin_pass([attnd.Row(sequence, at + 1)])
+        model.layers()
+        with pytest.raises(attnd.AttndError):
+            whole.finish()
+        gpu.synchronize()
+        assert all(np.isnan(out[:1].astype(np.float32)).all() for out in model.out)
+        good = model.session.begin_pass([attnd.Row(sequence, at)])
+        model.layers()
+        good.finish()
+        gpu.synchronize()
+        assert all(np.isfinite(out[:1].astype(np.float32)).all() for out in model.out)
+
+
+def test_a_word_of_long_ago_is_no_answer(one_server, gpu, model):
+    """Epochs go round after 2^32 layers, and the twin's answer word may stand for as long."""
+    client, _ = one_server
+    case = Case.random(TOKENS, SHAPE)
+    sequence = opened(client, case, PROMPT, complete=False)
+    tokens = slice(PROMPT, PROMPT + 1)
+    model.write(case, tokens)
+    whole = model.session.begin_pass([attnd.Row(sequence, PROMPT)])
+    for layer in range(SHAPE.layers):
+        gpu.then(lambda layer=layer: Twin(gpu).set_answer(whole.first_epoch + layer))
+        model.layer(layer)
+    whole.finish()
+    gpu.synchronize()
+    for layer in range(SHAPE.layers):
+        expected = case.expected(layer, tokens)[0]
+        found = model.out[layer][:1].astype(np.float32)
+        np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_layers_that_are_too_large_go_through_the_region(one_server, gpu):
+    """Their server's GPU begins when its host says so: 129 tokens have 129 KiB."""
+    client, _ = one_server
+    count = 129
+    case = Case.random(PROMPT + count, SHAPE)
+    sequence = opened(client, case, PROMPT, complete=False)
+    with Model(client, gpu, SHAPE, count, dtype="bf16", twin=True) as model:
+        assert model.session.in_gpu_memory
+        for start, tokens in ((PROMPT, 128), (PROMPT + 128, 1)):
+            model.write(case, slice(start, start + tokens))
+            whole = model.session.begin_pass([attnd.Row(sequence, start, tokens)])
+            model.layers()
+            whole.finish()
+            gpu.synchronize()
+            assert Twin(gpu).word(0) == model.session._control.done
+        client.truncate_sequence(sequence, PROMPT)
+        rung = Twin(gpu).word(0)
+        model.write(case, slice(PROMPT, PROMPT + count))
+        whole = model.session.begin_pass([attnd.Row(sequence, PROMPT, count)])
+        model.layers()
+        whole.finish()
+        gpu.synchronize()
+        assert Twin(gpu).word(0) == rung
+        expected = case.expected(1, slice(PROMPT, PROMPT + count))[0]
+        np.testing.assert_allclose(model.out[1].astype(np.float32), expected, rtol=0.05, atol=0.05)
+
+
+def test_a_pass_in_a_twin_that_is_none_is_refused(one_server):
+    client, _ = one_server
+    for twin, rings in ((b"", True), (UUID, False)):
+        refused(client, twin_gpu=twin, device_rings=rings)
+
+
+def refused(client, *, twin_gpu: bytes, device_rings: bool) -> None:
     case = Case.random(TOKENS, SHAPE)
     sequence = opened(client, case, PROMPT, complete=False)
     with contextlib.closing(client.memory_socket()) as connection:
-        memory = PassMemory(connection, PassLayout(SHAPE, 1), twin=twin)
+        memory = PassMemory(connection, PassLayout(SHAPE, 1), twin_gpu=twin_gpu)
         stream = client.memory_stream()
         with contextlib.closing(stream):
             declaration = stream._declaration(
@@ -154,3 +335,13 @@ def refused(client, *, twin: bool, device_rings: bool) -> None:
             stream._call.send(declaration.request)
             with pytest.raises(InvalidArgumentError, match="begin_pass.memory.in_twin"):
                 declaration.reply.check(10)
+
+
+def test_a_uuid_has_sixteen_bytes(one_server):
+    client, _ = one_server
+    with contextlib.closing(client.memory_socket()) as connection:
+        with pytest.raises(InvalidArgumentError, match="twin_gpu_uuid has 15 bytes"):
+            connection.register(1, twin_gpu=UUID[1:])
+        region = connection.register(1, twin_gpu=UUID)
+        assert not os.get_inheritable(region.twin.descriptor)
+        region.twin.close()

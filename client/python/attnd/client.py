@@ -341,7 +341,7 @@ class Client:
             attnd.cuda.CudaError: if PyTorch, CUDA or a GPU is missing or refuses.
         """
         from attnd.cuda.driver import CudaGpu
-        from attnd.cuda.session import StreamSession
+        from attnd.cuda.session import StreamSession, twin_gpu_of
         from attnd.cuda.sharing import warn_of_time_slices
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
@@ -353,7 +353,7 @@ class Client:
                 info = self.get_server_info()
                 warn_of_time_slices(info, lambda: self._round_trip(gpu, connection), stacklevel=2)
                 self._sharing_checked = True
-            memory = PassMemory(connection, layout, twin=True)
+            memory = PassMemory(connection, layout, twin_gpu=twin_gpu_of(gpu, layout))
             stream = self.memory_stream(spin_us=spin_us)
             made.callback(stream.close)
             session = StreamSession(gpu, stream, memory, connection.close)

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from attnd.errors import DeadlineExceededError, UnavailableError, error_of, status_code
+from attnd.errors import (
+    DeadlineExceededError,
+    ResourceExhaustedError,
+    UnavailableError,
+    error_of,
+    status_code,
+)
 from attnd.v1 import memory_pb2
 
 _PACKET_BYTES_MAX = 4096
@@ -24,17 +30,20 @@ class Twin:
     """GPU memory of the server's, with the layout of a region, that a client may import.
 
     Attributes:
-        descriptor: of the memory; open while anything refers to this.
+        descriptor: of the memory, until close().
         bytes: of the allocation.
-        gpu_uuid: of the GPU whose memory it is; 16 bytes.
     """
 
-    def __init__(self, descriptor: int, bytes_: int, gpu_uuid: bytes) -> None:
+    def __init__(self, descriptor: int, bytes_: int) -> None:
         """Takes the descriptor over."""
         self.descriptor = descriptor
         self.bytes = bytes_
-        self.gpu_uuid = gpu_uuid
-        weakref.finalize(self, os.close, descriptor)
+        self._close = weakref.finalize(self, os.close, descriptor)
+
+    def close(self) -> None:
+        """Closes the descriptor, which would keep the memory for as long as it is open. Who has
+        imported the memory keeps it besides."""
+        self._close()
 
 
 @dataclass(frozen=True)
@@ -45,11 +54,13 @@ class Region:
         id: what passes name it by.
         memory: its bytes, all zero at first. They stay mapped while anything refers to them.
         twin: None if it has none.
+        no_twin: why not, if one was asked for.
     """
 
     id: int
     memory: mmap.mmap
     twin: Twin | None = None
+    no_twin: str = ""
 
 
 def memory_socket_of(target: str) -> str:
@@ -99,27 +110,34 @@ class MemorySocket:
         """Unregisters the regions. Their memory stays mapped here while anything refers to it."""
         self._socket.close()
 
-    def register(self, size: int, *, twin: bool = False) -> Region:
+    def register(self, size: int, *, twin_gpu: bytes = b"") -> Region:
         """Makes a region of `size` bytes, rounded up to whole pages.
 
         Args:
-            twin: asks for one, which the server need not have.
+            twin_gpu: asks for a twin in the memory of the GPU with this UUID, which the server need
+                not have.
         """
         request = memory_pb2.MemoryRequest()
         request.register_region.bytes = size
         request.register_region.tenant = self._tenant
-        request.register_region.twin = twin
+        request.register_region.twin_gpu_uuid = twin_gpu
         reply, descriptors = self._call(request)
-        made = None
+        region = reply.register_region
+        twin = None
         try:
-            region = reply.register_region
+            if len(descriptors) < 1 + region.HasField("twin"):  # the system has cut them off
+                self.unregister(region.region_id)
+                raise ResourceExhaustedError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    "this process may open no more files: none is left for the region",
+                )
             memory = mmap.mmap(descriptors[0], region.bytes, mmap.MAP_SHARED)
             if region.HasField("twin"):
-                made = Twin(descriptors.pop(1), region.twin.bytes, region.twin.gpu_uuid)
+                twin = Twin(descriptors.pop(), region.twin.bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return Region(region.region_id, memory, made)
+        return Region(region.region_id, memory, twin, region.no_twin.message)
 
     def unregister(self, region_id: int) -> None:
         """No pass may begin with the region any more; one that uses it goes on to its end."""
@@ -157,6 +175,8 @@ class MemorySocket:
             raise UnavailableError(
                 grpc.StatusCode.UNAVAILABLE, "the memory socket: the server ended the connection"
             )
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)  # a child's would keep the memory
         reply = memory_pb2.MemoryReply.FromString(packet)
         if reply.status.code:
             raise error_of(status_code(reply.status.code), reply.status.message)

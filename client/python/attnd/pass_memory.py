@@ -104,26 +104,28 @@ class PassMemory:
         region_id: what the server knows it by.
         memory: its bytes.
         twin: GPU memory with the same layout, if the server has some for this region; else None.
+        no_twin: why not, if it was asked for.
         in_twin: whether passes take their turns there, too.
         turns: the client's end of its words.
         reply: to the newest pass that the server was told of; it has the region until the reply has
             been sent.
     """
 
-    def __init__(self, socket: MemorySocket, layout: PassLayout, *, twin: bool = False) -> None:
+    def __init__(self, socket: MemorySocket, layout: PassLayout, *, twin_gpu: bytes = b"") -> None:
         """Registers the region.
 
         Args:
-            twin: as :meth:`MemorySocket.register`.
+            twin_gpu: as :meth:`MemorySocket.register`.
 
         Raises:
             AttndError: likewise.
         """
-        region = socket.register(layout.bytes, twin=twin)
+        region = socket.register(layout.bytes, twin_gpu=twin_gpu)
         self.layout = layout
         self.region_id = region.id
         self.memory = region.memory
         self.twin = region.twin
+        self.no_twin = region.no_twin
         self.in_twin = False
         self.turns = ClientTurns(region.memory, 0)
         self.reply: PassReply | None = None

@@ -16,9 +16,9 @@ namespace attnd::gpu {
 // AnswerBlocks calls it once. flawless, of thread 0: every lse that it has written is a number.
 __device__ __forceinline__ void NoteAnswered(const StepHeader& step, bool flawless) {
   if (step.signal.answered == nullptr) return;
-  FenceForHost();
   __syncthreads();
   if (threadIdx.x != 0) return;
+  FenceForHost();  // what all of its threads have written: the barrier puts that before
   if (!flawless) atomicOr(step.signal.blocks, kFlawed);
   // All of these are on their way at once.
   uint64_t* const turn = step.answer->turn;

@@ -113,10 +113,9 @@ __global__ void __launch_bounds__(kTakenThreads)
   CopyQuads<kTakenThreads, kTokensAtOnce>(
       gate->moves_count * kMoveQuads, [&](uint32_t i) { return device[at(i)]; },
       [&](uint32_t i, const uint4& quad) { host[at(i)] = quad; });
-  FenceForHost();
   __syncthreads();
   if (threadIdx.x != 0) return;
-  FenceForHost();  // and what the others have written
+  FenceForHost();  // what all threads have written: the barrier puts that before
   SetHostWord(&gate->taken, 1);
   if (answer->turn == nullptr) return;
   for (uint32_t look = 0; look < kLooksMax; ++look) {

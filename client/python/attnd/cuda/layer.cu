@@ -8,28 +8,29 @@
 //
 // A kernel of a layer has a few thread blocks. Each copies a part of q, k and v into the region and
 // arrives. The last to arrive rings, waits for the answer and copies out and lse to GPU memory; the
-// others have ended by then. One thread alone looks for the answer, with pauses: each look is a
-// read over PCIe, and kernels of any process on the GPU wait for such reads where one of theirs
-// follows another. Six thread blocks that looked without a pause made the server's own kernels four
-// times as slow (docs/PERFORMANCE.md, "A model server's loop on one GPU").
+// others have ended by then. One thread alone looks for the answer, with pauses: a look at the
+// region is a read over PCIe, and kernels of any process on the GPU wait for such reads where one
+// of theirs follows another. Six thread blocks that looked without a pause made the server's own
+// kernels four times as slow (docs/PERFORMANCE.md, "A model server's loop on one GPU").
 //
 // A region's twin is memory of this GPU. Where there is one, the thread blocks copy q, k and v
 // there, and the last one rings there; then it alone copies them into the region and rings there as
 // well, beside the server's GPU, which has begun. The answer may come in either.
 //
 // Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory), the twin
-// GPU memory that another process's kernels write and read: of the host's scope, too.
+// GPU memory that another process's kernels write and read, which takes system scope as well.
 //
-// On the way in, a thread block's barrier puts the writes of its threads before thread 0's fence of
-// system scope, and that before its arrival (an atomic). Who arrives last has seen all arrivals;
+// On the way in, to either of them, a thread block's barrier puts the writes of its threads before
+// thread 0's fence of system scope, and that before its arrival (an atomic). Who arrives last has seen all arrivals;
 // its fence and its release of the ring word put all writes of q, k and v before the ring for the
 // host, which reads the word with acquire. Of a single thread block the release alone does: each
 // fence waits for what is on its way over PCIe.
 //
 // On the way out, the acquire of the look that saw the answer, and the barrier behind it, put what
 // the server has released, by its host or by a kernel of its own, before the reads of the other
-// threads. They read the region with relaxed loads of system scope: no cache answers with what an
-// earlier layer left. There is no fence behind the look: it would wait for all that is on its way.
+// threads. They read the region or its twin, wherever the answer was seen, with relaxed loads of
+// system scope: no cache answers with what an earlier layer left. There is no fence behind the
+// look: it would wait for all that is on its way.
 // The server may write both words of its answer by one store, of which a look reads a half: that
 // this is whole, and ordered as if it had been written alone, is the GPU's doing, not PTX's
 // promise.
@@ -198,9 +199,11 @@ constexpr u32 kBatch = 4;
 constexpr u32 kFirstLooks = 16;
 constexpr u32 kFirstPauseNanos = 1000;
 constexpr u32 kPauseNanos = 300;
-// Looks at the twin's answer word, some .7 us each, between two at the region's.
-constexpr u32 kTwinLooks = 4;
-constexpr u32 kTwinPauseNanos = 20;
+// Looks at the twin's answer word, some .7 us each, in place of the later ones' pause.
+constexpr u32 kTwinLooks = 2;
+// Of a layer's q, k and v: with more the server's GPU begins when its host says so, by what is in
+// the region (gpu/layout/step_gate.h, kMovesMax).
+constexpr u32 kTwinBytesMax = 128 << 10;
 // Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
 
@@ -241,6 +244,13 @@ ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
       if (first + i * step < quads) store(first + i * step, values[i]);
     }
   }
+}
+
+// Whether the layer's tensors go to the twin, too. All thread blocks find the same.
+ATTND_DEVICE bool UsesTwin(const Layer& layer, const PassWords& pass) {
+  const u32 quads = Quads(layer.q, pass.query_tokens) + Quads(layer.k, pass.new_tokens) +
+                    Quads(layer.v, pass.new_tokens);
+  return layer.twin != 0 && quads <= kTwinBytesMax / sizeof(Quad);
 }
 
 // To the region, or to its twin. One copy of all three: what a thread has of each is on its way at
@@ -323,27 +333,33 @@ ATTND_DEVICE u32 EpochOf(const Layer& layer) {
   return At<PassWords>(layer.words)->first_epoch + layer.layer;
 }
 
-// Whether the twin has the answer by now: looks at it a few times, as that takes no longer than one
-// look at the region.
-ATTND_DEVICE bool IsAnsweredInTwin(const Layer& layer, u32 epoch, u32 pause_nanos) {
-  if (layer.twin == 0) return false;
-  for (u32 look = 0; look < kTwinLooks; ++look) {
+// Rings in the twin. What its answer word was left at may be of any time, as the server does not
+// write it in each pass: 2^32 epochs later it would be taken for this layer's answer.
+ATTND_DEVICE void RingInTwin(const Layer& layer) {
+  StoreRelaxed(At<u32>(layer.twin + kAnswerAt), EpochOf(layer) - 1);
+  StoreRelease(At<u32>(layer.twin + kRingAt), EpochOf(layer));
+}
+
+// Whether the twin has the answer by now, in so many looks.
+ATTND_DEVICE bool IsAnsweredInTwin(const Layer& layer, u32 epoch, u32 looks) {
+  for (u32 look = 0; look < looks; ++look) {
     if (LoadAcquire(At<u32>(layer.twin + kAnswerAt)) == epoch) return true;
-    Pause(pause_nanos);
   }
   return false;
 }
 
-// One thread, when q, k and v are in the region. answered_in: the region or its twin, if there is
-// an answer.
-ATTND_DEVICE u32 TakeTurn(const Layer& layer, u64* answered_in) {
+// One thread, when q, k and v are in the region. in_twin: and have been rung for in its twin.
+// answered_in: the region or its twin, if there is an answer.
+ATTND_DEVICE u32 TakeTurn(const Layer& layer, bool in_twin, u64* answered_in) {
   const PassWords& words = *At<PassWords>(layer.words);
   const u32 epoch = EpochOf(layer);
   StoreRelease(At<u32>(layer.region + kRingAt), epoch);
+  // The server never tells of a pass's last layer there.
+  const u32 twin_looks = in_twin && layer.layer + 1 < words.layers ? kTwinLooks : 0;
   const u64 start = Nanos();
   for (u32 looks = 1;; ++looks) {
     const bool early = looks < kFirstLooks;
-    if (IsAnsweredInTwin(layer, epoch, early ? kFirstPauseNanos : kTwinPauseNanos)) {
+    if (IsAnsweredInTwin(layer, epoch, twin_looks)) {
       *answered_in = layer.twin;
       return kNone;
     }
@@ -359,7 +375,7 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer, u64* answered_in) {
       if (abort >> 32 != 0 && behind < 1u << 31) return kAborted;
       if (Nanos() - start > layer.limit_nanos) return kLate;
     }
-    if (layer.twin == 0) Pause(early ? kFirstPauseNanos : kPauseNanos);
+    if (early || twin_looks == 0) Pause(early ? kFirstPauseNanos : kPauseNanos);
   }
 }
 
@@ -397,24 +413,26 @@ struct Shared {
 ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   PassWords* const words = At<PassWords>(layer.words);
   const u32 query_tokens = words->query_tokens;
-  const u64 first = layer.twin != 0 ? layer.twin : layer.region;
+  const bool in_twin = UsesTwin(layer, *words);
   if (Thread() == 0) shared->failure = Admit(layer);
   Barrier();
   u32 failure = shared->failure;
-  if (failure == kNone) CopyIn(layer, first, {Blocks(), Block()}, *words);
+  if (failure == kNone) {
+    CopyIn(layer, in_twin ? layer.twin : layer.region, {Blocks(), Block()}, *words);
+  }
   Barrier();
   if (Thread() == 0) {
     shared->last = ArrivesLast(words);
-    if (shared->last && failure == kNone && layer.twin != 0) {
-      StoreRelease(At<u32>(layer.twin + kRingAt), EpochOf(layer));
-    }
+    if (shared->last && failure == kNone && in_twin) RingInTwin(layer);
   }
   Barrier();
   if (!shared->last) return;
   // While the server's GPU begins with what is in the twin.
-  if (failure == kNone && layer.twin != 0) CopyIn(layer, layer.region, {1, 0}, *words);
+  if (failure == kNone && in_twin) CopyIn(layer, layer.region, {1, 0}, *words);
   Barrier();
-  if (Thread() == 0 && failure == kNone) shared->failure = TakeTurn(layer, &shared->answered_in);
+  if (Thread() == 0 && failure == kNone) {
+    shared->failure = TakeTurn(layer, in_twin, &shared->answered_in);
+  }
   Barrier();
   failure = shared->failure;
   if (failure == kNone) {

@@ -19,8 +19,9 @@ from attnd.cuda.stream_pass import StreamPass, given_up
 from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Places, Tensor
 from attnd.errors import AttndError, DeadlineExceededError
 from attnd.memory_stream import DEVICE_PASSES_MAX, Declaration, MemoryStream
-from attnd.pass_memory import PassMemory, TensorPlace
+from attnd.pass_memory import PassLayout, PassMemory, TensorPlace
 from attnd.requests import PassOptions, Row
+from attnd.tensors import FP32
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class StreamSession:
 
     A layer is a kernel: it writes q, k and v from GPU memory to the region, rings, waits for the
     answer, and writes out to GPU memory. If the server has the same GPU, the region has a twin in
-    its memory, by way of which both is faster (:attr:`in_gpu_memory`). So all layers of a pass can be enqueued ahead, or be part
+    that GPU's memory, which saves most of the way over PCIe (:attr:`in_gpu_memory`). So all layers of a pass can be enqueued ahead, or be part
     of a CUDA graph that is replayed for each pass:
 
         with torch.cuda.graph(graph):
@@ -135,9 +136,9 @@ class StreamSession:
 
     @property
     def in_gpu_memory(self) -> bool:
-        """Whether the stream's kernels and the server's meet in GPU memory: the server has a GPU, has
-        memory of it to share (client_device_memory_bytes), and it is this one. Otherwise they meet
-        in the host's, which takes some microseconds more for each layer."""
+        """Whether the stream's kernels and the server's can meet in GPU memory: the server has this
+        GPU, and memory of it to share (client_device_memory_bytes). Otherwise they meet in the
+        host's, which takes some microseconds more for each layer."""
         return self._twin != 0
 
     @property
@@ -355,15 +356,19 @@ class StreamSession:
         return found.address
 
     def _import_twin(self, mapped: contextlib.ExitStack) -> int:
-        """The address of the region's twin; 0 if there is none for this GPU."""
+        """The address of the region's twin; 0 if there is none. Its descriptor is closed in any case."""
         twin = self._memory.twin
-        if twin is None or twin.gpu_uuid != self._gpu.uuid():
+        if twin is None:
+            if self._memory.no_twin:
+                _LOGGER.info("layers go through the host's memory: %s", self._memory.no_twin)
             return 0
         try:
             address = self._gpu.import_memory(twin.descriptor, twin.bytes)
         except CudaError as error:
-            _LOGGER.warning("the server's GPU memory: %s; layers go through the host's", error)
+            _LOGGER.warning("layers go through the host's memory: the server's GPU memory: %s", error)
             return 0
+        finally:
+            twin.close()
         mapped.callback(self._gpu.release_memory, address)
         self._memory.in_twin = True
         mapped.callback(self._leave_twin)
@@ -498,3 +503,15 @@ def _is_dense(found: DeviceTensor, dense: tuple[int, int]) -> bool:
     by_heads = found.shape[1] == 1 or found.strides[1] == dense[0]
     by_tokens = found.shape[0] == 1 or found.strides[0] % _QUAD_BYTES == 0
     return found.strides[2] == dense[1] and by_heads and by_tokens
+
+
+def twin_gpu_of(gpu: Gpu, layout: PassLayout) -> bytes:
+    """What :meth:`attnd.pass_memory.PassMemory` asks for a session on this GPU: the GPU's UUID, or
+    nothing. A server's GPU leaves no answers in fp32 in a twin."""
+    if layout.out.dtype == FP32:
+        return b""
+    try:
+        return gpu.uuid()
+    except (CudaError, AttributeError) as error:  # a driver without that call
+        _LOGGER.info("layers go through the host's memory: %s", error)
+        return b""

@@ -9,6 +9,8 @@ import logging
 import threading
 
 from attnd.client import Client
+from attnd.cuda.gpu import Gpu
+from attnd.cuda.session import twin_gpu_of
 from attnd.errors import AttndError, ResourceExhaustedError
 from attnd.model import ModelShape
 from attnd.pass_memory import PassLayout, PassMemory
@@ -89,17 +91,18 @@ class Regions:
             self._warn(error)
             return None
 
-    def reserve(self, shape: ModelShape, query_tokens: int) -> PassMemory:
-        """Memory that is the caller's until drop(), which no pass has used before; with a twin if the
-        server has one.
+    def reserve(self, shape: ModelShape, query_tokens: int, gpu: Gpu) -> PassMemory:
+        """Memory that is the caller's until drop(), which no pass has used before; with a twin in the
+        GPU's memory if the server has one.
 
         Raises:
             AttndError: if the server cannot be reached; ResourceExhaustedError if it has no room.
             ValueError: after close().
         """
-        return self._register(_layout_of(shape, query_tokens), free=False, twin=True)
+        layout = _layout_of(shape, query_tokens)
+        return self._register(layout, free=False, twin_gpu=twin_gpu_of(gpu, layout))
 
-    def _register(self, layout: PassLayout, *, free: bool, twin: bool = False) -> PassMemory:
+    def _register(self, layout: PassLayout, *, free: bool, twin_gpu: bytes = b"") -> PassMemory:
         """free: a region that was given back would do."""
         with self._lock:
             if self._closed:
@@ -108,7 +111,7 @@ class Regions:
                 self._reconnect()
             memory = self._take(layout) if free else None
             if memory is None:
-                memory = PassMemory(self._socket, layout, twin=twin)
+                memory = PassMemory(self._socket, layout, twin_gpu=twin_gpu)
             self._lent.add(memory.region_id)
             return memory
 

@@ -92,7 +92,7 @@ class Streams:
 
     def _open(self, shape: ModelShape, query_tokens: int) -> StreamSession:
         with contextlib.ExitStack() as made:
-            memory = self._regions.reserve(shape, query_tokens)
+            memory = self._regions.reserve(shape, query_tokens, self._where.gpu)
             made.callback(self._regions.drop, memory)
             stream = self._client.memory_stream(spin_us=_SPIN_US)
             made.callback(stream.close)

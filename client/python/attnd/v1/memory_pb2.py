@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 from attnd.v1 import types_pb2 as attnd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61ttnd/v1/memory.proto\x12\x08\x61ttnd.v1\x1a\x14\x61ttnd/v1/types.proto\"\xc9\x01\n\rMemoryRequest\x12:\n\x0fregister_region\x18\x01 \x01(\x0b\x32\x1f.attnd.v1.RegisterRegionRequestH\x00\x12>\n\x11unregister_region\x18\x02 \x01(\x0b\x32!.attnd.v1.UnregisterRegionRequestH\x00\x12\x34\n\x0clist_regions\x18\x03 \x01(\x0b\x32\x1c.attnd.v1.ListRegionsRequestH\x00\x42\x06\n\x04\x63\x61ll\"\xec\x01\n\x0bMemoryReply\x12 \n\x06status\x18\x01 \x01(\x0b\x32\x10.attnd.v1.Status\x12;\n\x0fregister_region\x18\x02 \x01(\x0b\x32 .attnd.v1.RegisterRegionResponseH\x00\x12?\n\x11unregister_region\x18\x03 \x01(\x0b\x32\".attnd.v1.UnregisterRegionResponseH\x00\x12\x35\n\x0clist_regions\x18\x04 \x01(\x0b\x32\x1d.attnd.v1.ListRegionsResponseH\x00\x42\x06\n\x04\x63\x61ll\"D\n\x15RegisterRegionRequest\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04twin\x18\x03 \x01(\x08\"\x81\x01\n\x16RegisterRegionResponse\x12\x11\n\tregion_id\x18\x01 \x01(\x06\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\"\n\x04twin\x18\x03 \x01(\x0b\x32\x14.attnd.v1.RegionTwin\x12!\n\x07no_twin\x18\x04 \x01(\x0b\x32\x10.attnd.v1.Status\"-\n\nRegionTwin\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x10\n\x08gpu_uuid\x18\x02 \x01(\x0c\",\n\x17UnregisterRegionRequest\x12\x11\n\tregion_id\x18\x01 \x01(\x06\"\x1a\n\x18UnregisterRegionResponse\"\x14\n\x12ListRegionsRequest\"<\n\x13ListRegionsResponse\x12%\n\x07regions\x18\x01 \x03(\x0b\x32\x14.attnd.v1.RegionInfo\">\n\nRegionInfo\x12\x11\n\tregion_id\x18\x01 \x01(\x06\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06in_use\x18\x03 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x61ttnd/v1/memory.proto\x12\x08\x61ttnd.v1\x1a\x14\x61ttnd/v1/types.proto\"\xc9\x01\n\rMemoryRequest\x12:\n\x0fregister_region\x18\x01 \x01(\x0b\x32\x1f.attnd.v1.RegisterRegionRequestH\x00\x12>\n\x11unregister_region\x18\x02 \x01(\x0b\x32!.attnd.v1.UnregisterRegionRequestH\x00\x12\x34\n\x0clist_regions\x18\x03 \x01(\x0b\x32\x1c.attnd.v1.ListRegionsRequestH\x00\x42\x06\n\x04\x63\x61ll\"\xec\x01\n\x0bMemoryReply\x12 \n\x06status\x18\x01 \x01(\x0b\x32\x10.attnd.v1.Status\x12;\n\x0fregister_region\x18\x02 \x01(\x0b\x32 .attnd.v1.RegisterRegionResponseH\x00\x12?\n\x11unregister_region\x18\x03 \x01(\x0b\x32\".attnd.v1.UnregisterRegionResponseH\x00\x12\x35\n\x0clist_regions\x18\x04 \x01(\x0b\x32\x1d.attnd.v1.ListRegionsResponseH\x00\x42\x06\n\x04\x63\x61ll\"M\n\x15RegisterRegionRequest\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x15\n\rtwin_gpu_uuid\x18\x03 \x01(\x0c\"\x81\x01\n\x16RegisterRegionResponse\x12\x11\n\tregion_id\x18\x01 \x01(\x06\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\"\n\x04twin\x18\x03 \x01(\x0b\x32\x14.attnd.v1.RegionTwin\x12!\n\x07no_twin\x18\x04 \x01(\x0b\x32\x10.attnd.v1.Status\"\x1b\n\nRegionTwin\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\",\n\x17UnregisterRegionRequest\x12\x11\n\tregion_id\x18\x01 \x01(\x06\"\x1a\n\x18UnregisterRegionResponse\"\x14\n\x12ListRegionsRequest\"<\n\x13ListRegionsResponse\x12%\n\x07regions\x18\x01 \x03(\x0b\x32\x14.attnd.v1.RegionInfo\">\n\nRegionInfo\x12\x11\n\tregion_id\x18\x01 \x01(\x06\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06in_use\x18\x03 \x01(\x08\x62\x06proto3')
 
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, globals())
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'attnd.v1.memory_pb2', globals())
@@ -27,19 +27,19 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _MEMORYREPLY._serialized_start=262
   _MEMORYREPLY._serialized_end=498
   _REGISTERREGIONREQUEST._serialized_start=500
-  _REGISTERREGIONREQUEST._serialized_end=568
-  _REGISTERREGIONRESPONSE._serialized_start=571
-  _REGISTERREGIONRESPONSE._serialized_end=700
-  _REGIONTWIN._serialized_start=702
-  _REGIONTWIN._serialized_end=747
-  _UNREGISTERREGIONREQUEST._serialized_start=749
-  _UNREGISTERREGIONREQUEST._serialized_end=793
-  _UNREGISTERREGIONRESPONSE._serialized_start=795
-  _UNREGISTERREGIONRESPONSE._serialized_end=821
-  _LISTREGIONSREQUEST._serialized_start=823
-  _LISTREGIONSREQUEST._serialized_end=843
-  _LISTREGIONSRESPONSE._serialized_start=845
-  _LISTREGIONSRESPONSE._serialized_end=905
-  _REGIONINFO._serialized_start=907
-  _REGIONINFO._serialized_end=969
+  _REGISTERREGIONREQUEST._serialized_end=577
+  _REGISTERREGIONRESPONSE._serialized_start=580
+  _REGISTERREGIONRESPONSE._serialized_end=709
+  _REGIONTWIN._serialized_start=711
+  _REGIONTWIN._serialized_end=738
+  _UNREGISTERREGIONREQUEST._serialized_start=740
+  _UNREGISTERREGIONREQUEST._serialized_end=784
+  _UNREGISTERREGIONRESPONSE._serialized_start=786
+  _UNREGISTERREGIONRESPONSE._serialized_end=812
+  _LISTREGIONSREQUEST._serialized_start=814
+  _LISTREGIONSREQUEST._serialized_end=834
+  _LISTREGIONSRESPONSE._serialized_start=836
+  _LISTREGIONSRESPONSE._serialized_end=896
+  _REGIONINFO._serialized_start=898
+  _REGIONINFO._serialized_end=960
 # @@protoc_insertion_point(module_scope)

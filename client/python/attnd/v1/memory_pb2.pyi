@@ -50,22 +50,20 @@ class RegionInfo(_message.Message):
     def __init__(self, region_id: _Optional[int] = ..., bytes: _Optional[int] = ..., in_use: bool = ...) -> None: ...
 
 class RegionTwin(_message.Message):
-    __slots__ = ["bytes", "gpu_uuid"]
+    __slots__ = ["bytes"]
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
     bytes: int
-    gpu_uuid: bytes
-    def __init__(self, bytes: _Optional[int] = ..., gpu_uuid: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterRegionRequest(_message.Message):
-    __slots__ = ["bytes", "tenant", "twin"]
+    __slots__ = ["bytes", "tenant", "twin_gpu_uuid"]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    TWIN_FIELD_NUMBER: _ClassVar[int]
+    TWIN_GPU_UUID_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     tenant: str
-    twin: bool
-    def __init__(self, bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., twin: bool = ...) -> None: ...
+    twin_gpu_uuid: bytes
+    def __init__(self, bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., twin_gpu_uuid: _Optional[bytes] = ...) -> None: ...
 
 class RegisterRegionResponse(_message.Message):
     __slots__ = ["bytes", "no_twin", "region_id", "twin"]
