@@ -64,8 +64,7 @@ absl::Status RegionTable::ReserveTwin(uint64_t bytes) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(const std::string& device,
-                                                      Mapped* memory) {
+absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(const std::string& device, Mapped* memory) {
   if (device_.make_twin == nullptr) return absl::UnimplementedError("the server has no GPU");
   if (memory->device_view == nullptr) {
     return absl::UnimplementedError("no GPU of the server's sees the region");
@@ -87,8 +86,7 @@ absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(const std::string& device,
 }
 
 absl::StatusOr<RegisteredRegion> RegionTable::Register(OwnerId owner, absl::string_view tenant,
-                                                       uint64_t bytes,
-                                                       const std::string& twin_of) {
+                                                       uint64_t bytes, const std::string& twin_of) {
   if (bytes == 0) return absl::InvalidArgumentError("bytes is 0; allowed are 1 and more");
   {
     const MutexLock lock(mutex_);

@@ -21,14 +21,14 @@
 // before, whose rings the word still has.
 //
 // A region's twin (plane/region_table.h) has these words, too, and q, k, v, out and lse, at the
-// region's offsets. It is a shorter way for two GPU kernels to meet, a client's and the server's,
-// and nothing rests on it:
+// region's offsets. It is a shorter way for two GPU kernels to meet, a client's and the server's:
 //
-//   client   writes q, k and v and its ring to the twin, then all of them to the region
+//   client   writes q, k and v to the twin, answer = first + n - 1 (whatever an earlier pass left
+//            there), and its ring; then q, k, v and its ring to the region all the same
 //   server   if its GPU took the turn from the twin and tells of the answer by itself, it does so
-//            in the twin, behind out and lse there; all else the region's words say
+//            in the twin, behind out and lse there; all else it tells in the region
 //
-// So a client waits for both answer words, and finds out and lse where it was told.
+// So a client looks at both answer words, of which one comes, and finds out and lse where it came.
 //
 // All words lie in memory that the client can write at any time. So the server believes `ring`
 // only where it is the epoch that the server waits for, and never reads back what the server wrote.

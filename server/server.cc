@@ -65,12 +65,10 @@ plane::RegionLimits MemoryLimits(const ServerOptions& options) {
 }
 
 plane::RegionDevice DeviceOf(const attention::Backend* backend) {
-  return {.map = [backend](std::byte* data,
-                           uint64_t bytes) { return backend->MapMemory(data, bytes); },
-          .make_twin =
-              [backend](const std::string& device, uint64_t bytes) {
-                return backend->ShareMemory(device, bytes);
-              }};
+  return {
+      .map = [backend](std::byte* data, uint64_t bytes) { return backend->MapMemory(data, bytes); },
+      .make_twin = [backend](const std::string& device,
+                             uint64_t bytes) { return backend->ShareMemory(device, bytes); }};
 }
 
 v1::GpuSharing GpuSharingOf(const attention::Backend& backend, const Machine& machine) {

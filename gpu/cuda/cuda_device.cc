@@ -155,8 +155,8 @@ class CudaDevice : public Device {
   absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) override {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     SharedDeviceMemory shared;
-    ATTND_ASSIGN_OR_RETURN(auto block, SharedBlock::Create(SharedBlock::kLibrary, device_, bytes,
-                                                           &shared.descriptor));
+    ATTND_ASSIGN_OR_RETURN(
+        auto block, SharedBlock::Create(SharedBlock::kLibrary, device_, bytes, &shared.descriptor));
     // What it had was another process's, perhaps.
     ATTND_RETURN_IF_ERROR(Clear(block->data(), bytes));
     shared.data = block->data();

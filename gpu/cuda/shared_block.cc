@@ -60,8 +60,8 @@ struct SharedBlock::Driver {
                                           OwnedFd* descriptor) const {
     constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
     int fd = -1;
-    ATTND_RETURN_IF_ERROR(Check(export_handle(&fd, memory, kDescriptor, 0),
-                                "cuMemExportToShareableHandle", bytes));
+    ATTND_RETURN_IF_ERROR(
+        Check(export_handle(&fd, memory, kDescriptor, 0), "cuMemExportToShareableHandle", bytes));
     *descriptor = OwnedFd(fd);
     CUdeviceptr at = 0;
     ATTND_RETURN_IF_ERROR(Check(reserve(&at, bytes, 0, 0, 0), "cuMemAddressReserve", bytes));

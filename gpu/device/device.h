@@ -117,7 +117,7 @@ class Device {
   virtual ~Device() = default;
   virtual const std::string& name() const = 0;
   virtual const std::string& uuid() const = 0;  // 16 bytes
-  virtual uint64_t memory_bytes() const = 0;  // in total, including what others use
+  virtual uint64_t memory_bytes() const = 0;    // in total, including what others use
   // What its PCIe link carries now, of all processes; it may take 40 ms to measure. Unavailable,
   // saying why, if nothing can measure that.
   virtual absl::StatusOr<PcieRates> pcie_rates() const {

@@ -35,7 +35,7 @@ absl::Status Register(const v1::RegisterRegionRequest& request, plane::OwnerId o
                                                    " bytes; allowed are 0 and ", kGpuUuidBytes));
   }
   ATTND_ASSIGN_OR_RETURN(plane::RegisteredRegion region,
-      regions->Register(owner, request.tenant(), request.bytes(), uuid));
+                         regions->Register(owner, request.tenant(), request.bytes(), uuid));
   reply->set_region_id(region.info.id);
   reply->set_bytes(region.info.bytes);
   descriptors->push_back(std::move(region.descriptor));

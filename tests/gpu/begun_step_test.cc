@@ -17,6 +17,7 @@
 #include "tests/attention/client_memory.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/final_out.h"
+#include "tests/gpu/final_row.h"
 #include "tests/gpu/prepared_steps.h"
 #include "tests/gpu/support.h"
 
@@ -54,29 +55,6 @@ StepResult TakeTurn(const FakeBackend& fake, uint32_t layer, const std::vector<T
   EXPECT_TRUE(prepared->takes_turn());
   return BeginAndRun(fake.backend.get(), layer, rows, prepared.get(), messages, &client);
 }
-
-// A row that appends its sequence's last token and is answered in bf16, with its client.
-struct FinalRow {
-  explicit FinalRow(const attention::IndexSet& indexes = attention::kTreeIndexes)
-      : sequence(MakeHistory(0, indexes)) {
-    Bring(fake, &sequence);
-  }
-  FinalRow(const FinalRow&) = delete;
-  FinalRow& operator=(const FinalRow&) = delete;
-
-  const FakeBackend fake = MakePreparingBackend();
-  TestSequence sequence;
-  const std::vector<TestRow> floats = {LastToken(&sequence, "error-target")};
-  const std::vector<TestRow> rows = InBf16(floats);
-  const std::vector<RowMessage> messages = MessagesOf(rows);
-  ClientMemory client{*fake.backend, rows, messages};
-
- private:
-  static std::vector<TestRow> InBf16(std::vector<TestRow> rows) {
-    for (TestRow& row : rows) row.final_dtype = DType::kBf16;
-    return rows;
-  }
-};
 
 class BegunSteps : public testing::TestWithParam<attention::IndexSet> {};
 
@@ -195,61 +173,6 @@ TEST_P(BegunSteps, TheClientIsTold) {
     for (const auto& row : found.rows) lse.insert(lse.end(), row.lse.begin(), row.lse.end());
     EXPECT_TRUE(std::equal(lse.begin(), lse.end(), client.lse().begin(), client.lse().end()));
   }
-}
-
-// A client with a twin rings there, and finds its answer there; what the caller has is the same.
-TEST_P(BegunSteps, TheClientIsToldInItsTwin) {
-  FinalRow step(GetParam());
-  auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend, kFakeUuid);
-  const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
-  ASSERT_NE(prepared, nullptr);
-  const StepResult found =
-      BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
-  ExpectFinalOut(found, RunStep(fake.backend.get(), 0, floats), DType::kBf16);
-  EXPECT_TRUE(prepared->has_told());
-  EXPECT_TRUE(client.told());
-  EXPECT_EQ(fake.control->near_turns(), 1u);
-  const std::vector<std::byte>& out = found.rows[0].final_out;
-  EXPECT_TRUE(std::equal(out.begin(), out.end(), client.InTwin(client.out())));
-  const std::vector<float>& lse = found.rows[0].lse;
-  EXPECT_TRUE(std::equal(lse.begin(), lse.end(), client.lse().data()));
-  EXPECT_TRUE(std::equal(lse.begin(), lse.end(), client.InTwin(client.lse().data())));
-}
-
-// Of an answer that the caller tells, nothing is in the twin.
-TEST_P(BegunSteps, WhatTheHostTellsIsNotInTheTwin) {
-  FinalRow step(GetParam());
-  auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend, kFakeUuid);
-  attention::ClientTurn turn = client.turn();
-  turn.answer = nullptr;
-  const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
-  ASSERT_NE(prepared, nullptr);
-  const StepResult found =
-      BeginAndRun(fake.backend.get(), 0, rows, prepared.get(), messages, &client);
-  ExpectFinalOut(found, RunStep(fake.backend.get(), 0, floats), DType::kBf16);
-  EXPECT_EQ(fake.control->near_turns(), 1u);
-  EXPECT_FALSE(prepared->has_told());
-  EXPECT_TRUE(client.untouched());
-  const size_t bytes = found.rows[0].final_out.size();
-  EXPECT_EQ(
-      std::count(client.InTwin(client.out()), client.InTwin(client.out()) + bytes, std::byte{0}),
-      static_cast<ptrdiff_t>(bytes));
-}
-
-// A client that has a twin, and rings without it, is answered when the host says so.
-TEST_P(BegunSteps, ARingBesideTheTwinBeginsNothing) {
-  FinalRow step(GetParam());
-  auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend, kFakeUuid);
-  auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
-  ASSERT_NE(prepared, nullptr);
-  client.RingInMemoryAlone();
-  EXPECT_FALSE(prepared->HasBegunWith({{messages[0].tokens()}}));
-  prepared.reset();
-  EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
-  EXPECT_TRUE(client.untouched());
 }
 
 // An answer of which the caller wants to tell the client itself.
@@ -498,26 +421,6 @@ TEST(BegunStep, MemoryIsMappedForTheDevice) {
   in_turn.launch_ahead = false;
   EXPECT_EQ(MakeFakeBackend(in_turn, true).backend->MapMemory(memory.get(), kBytes), nullptr);
   EXPECT_EQ(MakeCpu()->MapMemory(memory.get(), kBytes), nullptr);
-}
-
-// Memory of the device is the client's for as long as somebody holds it.
-TEST(BegunStep, MemoryOfTheDeviceIsShared) {
-  constexpr uint64_t kBytes = 2 * kSharedDeviceUnitBytes;
-  const FakeBackend fake = MakePreparingBackend();
-  auto shared = fake.backend->ShareMemory(kFakeUuid, kBytes);
-  ASSERT_TRUE(shared.ok()) << shared.status();
-  EXPECT_TRUE(shared->descriptor.valid());
-  EXPECT_EQ(fake.control->shared_bytes(), kBytes);
-  shared->memory.reset();
-  EXPECT_EQ(fake.control->shared_bytes(), 0u);
-  EXPECT_TRUE(absl::IsUnimplemented(fake.backend->ShareMemory("another one's", kBytes).status()));
-  fake.control->Set({.no_sharing = true});
-  EXPECT_TRUE(absl::IsResourceExhausted(fake.backend->ShareMemory(kFakeUuid, kBytes).status()));
-  CudaBackendOptions in_turn = PreparingOptions();
-  in_turn.launch_ahead = false;
-  const FakeBackend never_ahead = MakeFakeBackend(in_turn, true);
-  EXPECT_TRUE(absl::IsUnimplemented(never_ahead.backend->ShareMemory(kFakeUuid, kBytes).status()));
-  EXPECT_TRUE(absl::IsUnimplemented(MakeCpu()->ShareMemory(kFakeUuid, kBytes).status()));
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A library that stands in for CUDA's driver where memory is shared: one allocation at a time, which lies
-// nowhere. The function that the variable ATTND_TEST_CUDA names refuses, with ATTND_TEST_CUDA_CODE or 801; what is held is
-// counted, and must be given back in the order that CUDA asks for.
+// A library that stands in for CUDA's driver where memory is shared: one allocation at a time,
+// which lies nowhere. The function that the variable ATTND_TEST_CUDA names refuses, with
+// ATTND_TEST_CUDA_CODE or 801; what is held is counted, and must be given back in the order that
+// CUDA asks for.
 #include <cuda.h>
 #include <unistd.h>
 

@@ -341,8 +341,9 @@ class Client:
             attnd.cuda.CudaError: if PyTorch, CUDA or a GPU is missing or refuses.
         """
         from attnd.cuda.driver import CudaGpu
-        from attnd.cuda.session import StreamSession, twin_gpu_of
+        from attnd.cuda.session import StreamSession
         from attnd.cuda.sharing import warn_of_time_slices
+        from attnd.cuda.twin import twin_gpu_of
 
         layout = PassLayout(shape, query_tokens_max, query_dtype, output_dtype)
         gpu = CudaGpu(device)

@@ -21,10 +21,10 @@
 // GPU memory that another process's kernels write and read, which takes system scope as well.
 //
 // On the way in, to either of them, a thread block's barrier puts the writes of its threads before
-// thread 0's fence of system scope, and that before its arrival (an atomic). Who arrives last has seen all arrivals;
-// its fence and its release of the ring word put all writes of q, k and v before the ring for the
-// host, which reads the word with acquire. Of a single thread block the release alone does: each
-// fence waits for what is on its way over PCIe.
+// thread 0's fence of system scope, and that before its arrival (an atomic). Who arrives last has
+// seen all arrivals; its fence and its release of the ring word put all writes of q, k and v before
+// the ring for the host, which reads the word with acquire. Of a single thread block the release
+// alone does: each fence waits for what is on its way over PCIe.
 //
 // On the way out, the acquire of the look that saw the answer, and the barrier behind it, put what
 // the server has released, by its host or by a kernel of its own, before the reads of the other

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import threading
 import time
@@ -17,13 +16,11 @@ from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import BLOCKS_MAX, THREADS, DeviceTensor, Gpu
 from attnd.cuda.stream_pass import StreamPass, given_up
 from attnd.cuda.structs import FAILURE_WORD, PASS_WORDS, Begin, Control, Layer, Places, Tensor
+from attnd.cuda.twin import import_twin
 from attnd.errors import AttndError, DeadlineExceededError
 from attnd.memory_stream import DEVICE_PASSES_MAX, Declaration, MemoryStream
-from attnd.pass_memory import PassLayout, PassMemory, TensorPlace
+from attnd.pass_memory import PassMemory, TensorPlace
 from attnd.requests import PassOptions, Row
-from attnd.tensors import FP32
-
-_LOGGER = logging.getLogger(__name__)
 
 # Between two looks of the watchdog at a pass that is under way.
 _LOOK_PERIOD_S = 0.005
@@ -112,7 +109,7 @@ class StreamSession:
             mapped.callback(gpu.unmap, memory.memory)
             self._control_address = gpu.map(self._control_memory)
             mapped.callback(gpu.unmap, self._control_memory)
-            self._twin = self._import_twin(mapped)
+            self._twin = import_twin(gpu, memory, mapped)
             self._words = gpu.words(PASS_WORDS)
             mapped.callback(gpu.synchronize)  # before it is unmapped: kernels write to it
             # Loads the kernels: a first launch may wait for the device, where nothing may wait.
@@ -355,28 +352,6 @@ class StreamSession:
             raise ValueError(f"lse has strides of {found.strides} bytes; it is to be dense")
         return found.address
 
-    def _import_twin(self, mapped: contextlib.ExitStack) -> int:
-        """The address of the region's twin; 0 if there is none. Its descriptor is closed in any case."""
-        twin = self._memory.twin
-        if twin is None:
-            if self._memory.no_twin:
-                _LOGGER.info("layers go through the host's memory: %s", self._memory.no_twin)
-            return 0
-        try:
-            address = self._gpu.import_memory(twin.descriptor, twin.bytes)
-        except CudaError as error:
-            _LOGGER.warning("layers go through the host's memory: the server's GPU memory: %s", error)
-            return 0
-        finally:
-            twin.close()
-        mapped.callback(self._gpu.release_memory, address)
-        self._memory.in_twin = True
-        mapped.callback(self._leave_twin)
-        return address
-
-    def _leave_twin(self) -> None:
-        self._memory.in_twin = False
-
     def _words_address(self) -> int:
         return self._gpu.tensor(self._words).address
 
@@ -503,15 +478,3 @@ def _is_dense(found: DeviceTensor, dense: tuple[int, int]) -> bool:
     by_heads = found.shape[1] == 1 or found.strides[1] == dense[0]
     by_tokens = found.shape[0] == 1 or found.strides[0] % _QUAD_BYTES == 0
     return found.strides[2] == dense[1] and by_heads and by_tokens
-
-
-def twin_gpu_of(gpu: Gpu, layout: PassLayout) -> bytes:
-    """What :meth:`attnd.pass_memory.PassMemory` asks for a session on this GPU: the GPU's UUID, or
-    nothing. A server's GPU leaves no answers in fp32 in a twin."""
-    if layout.out.dtype == FP32:
-        return b""
-    try:
-        return gpu.uuid()
-    except (CudaError, AttributeError) as error:  # a driver without that call
-        _LOGGER.info("layers go through the host's memory: %s", error)
-        return b""

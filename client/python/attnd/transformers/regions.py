@@ -10,7 +10,7 @@ import threading
 
 from attnd.client import Client
 from attnd.cuda.gpu import Gpu
-from attnd.cuda.session import twin_gpu_of
+from attnd.cuda.twin import twin_gpu_of
 from attnd.errors import AttndError, ResourceExhaustedError
 from attnd.model import ModelShape
 from attnd.pass_memory import PassLayout, PassMemory
