@@ -47,7 +47,9 @@ ATTND_CHECK_PACKAGES=(
   "${ATTND_CLANG_FORMAT}"
   clang
   clang-tidy
+  libclang-rt-dev
   lld
+  llvm
 )
 
 # What scripts/bundle.sh takes besides; a CUDA compiler comes from elsewhere.
