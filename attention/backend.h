@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -328,12 +329,12 @@ class Backend {
   virtual std::shared_ptr<const void> MapMemory(std::byte* /*memory*/, uint64_t /*bytes*/) const {
     return nullptr;
   }
-  // Memory of the backend's device that another process may map, too, if the device's UUID is these
-  // 16 bytes; `bytes` is a multiple of kSharedDeviceUnitBytes. It may outlive the backend.
-  // Unimplemented if there is no device, another one, or one that cannot; ResourceExhausted if it
-  // has no room; Unavailable if it has failed.
-  virtual absl::StatusOr<SharedDeviceMemory> ShareMemory(absl::string_view /*device*/,
-                                                         uint64_t /*bytes*/) const {
+  // The 16 bytes of the UUID of the device whose memory ShareMemory gives; empty: none's.
+  virtual std::string sharing_device() const { return {}; }
+  // Memory of the backend's device that another process may map, too; `bytes` is a multiple of
+  // kSharedDeviceUnitBytes. It may outlive the backend. Unimplemented if there is no device, or one
+  // that cannot; ResourceExhausted if it has no room; Unavailable if it has failed.
+  virtual absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t /*bytes*/) const {
     return absl::UnimplementedError("the backend has no GPU that shares memory");
   }
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the

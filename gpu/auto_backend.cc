@@ -74,9 +74,9 @@ class AutoBackend : public Backend {
     return device_->MapMemory(memory, bytes);
   }
 
-  absl::StatusOr<SharedDeviceMemory> ShareMemory(absl::string_view device,
-                                                 uint64_t bytes) const override {
-    return device_->ShareMemory(device, bytes);
+  std::string sharing_device() const override { return device_->sharing_device(); }
+  absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t bytes) const override {
+    return device_->ShareMemory(bytes);
   }
 
   std::unique_ptr<PreparedStep> Prepare(const StepRequest& request,

@@ -242,12 +242,11 @@ class CudaBackend : public Backend {
   }
 
   // Only steps that take a client's turn use it.
-  absl::StatusOr<SharedDeviceMemory> ShareMemory(absl::string_view device,
-                                                 uint64_t bytes) const override {
-    if (!options_.launch_ahead) return Backend::ShareMemory(device, bytes);
-    if (device != device_->uuid()) {
-      return absl::UnimplementedError("the server's GPU is another one");
-    }
+  std::string sharing_device() const override {
+    return options_.launch_ahead ? device_->uuid() : std::string();
+  }
+  absl::StatusOr<SharedDeviceMemory> ShareMemory(uint64_t bytes) const override {
+    if (!options_.launch_ahead) return Backend::ShareMemory(bytes);
     if (const absl::Status health = Health(); !health.ok()) return GpuHasFailed(health);
     absl::StatusOr<SharedDeviceMemory> shared = device_->Share(bytes);
     if (shared.ok()) {

@@ -53,6 +53,20 @@ uint64_t RegionTable::NewIdLocked() {
   return id;
 }
 
+absl::Status RegionTable::CheckTwin(const std::string& device, const Mapped& memory) const {
+  if (device_.uuid.empty()) return absl::UnimplementedError("the server's GPU shares no memory");
+  if (device != device_.uuid) {
+    return absl::UnimplementedError("the server's GPU is another one");
+  }
+  if (limits_.twin_bytes_max == 0) {
+    return absl::UnimplementedError("client_device_memory_bytes is 0");
+  }
+  if (memory.device_view == nullptr) {
+    return absl::UnimplementedError("the server's GPU does not see the region");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status RegionTable::ReserveTwin(uint64_t bytes) {
   const MutexLock lock(mutex_);
   if (bytes > limits_.twin_bytes_max || twin_bytes_ > limits_.twin_bytes_max - bytes) {
@@ -65,15 +79,12 @@ absl::Status RegionTable::ReserveTwin(uint64_t bytes) {
 }
 
 absl::StatusOr<RegisteredTwin> RegionTable::MakeTwin(const std::string& device, Mapped* memory) {
-  if (device_.make_twin == nullptr) return absl::UnimplementedError("the server has no GPU");
-  if (memory->device_view == nullptr) {
-    return absl::UnimplementedError("no GPU of the server's sees the region");
-  }
+  ATTND_RETURN_IF_ERROR(CheckTwin(device, *memory));
   constexpr uint64_t kUnit = kSharedDeviceUnitBytes;
   RegisteredTwin twin;
   twin.bytes = (memory->region->bytes() + kUnit - 1) / kUnit * kUnit;
   ATTND_RETURN_IF_ERROR(ReserveTwin(twin.bytes));
-  absl::StatusOr<SharedDeviceMemory> made = device_.make_twin(device, twin.bytes);
+  absl::StatusOr<SharedDeviceMemory> made = device_.make_twin(twin.bytes);
   if (!made.ok()) {
     const MutexLock lock(mutex_);
     twin_bytes_ -= twin.bytes;

@@ -32,7 +32,7 @@ using OwnerId = uint64_t;
 // Names of the options in messages are those of config.proto.
 struct RegionLimits {
   uint64_t bytes_max = 0;           // client_memory_bytes: of all regions together
-  uint64_t twin_bytes_max = 0;      // client_device_memory_bytes: of all twins together
+  uint64_t twin_bytes_max = 0;      // client_device_memory_bytes: of all twins together; 0: none
   uint32_t regions_max = 0;         // max_memory_regions: of all clients together
   uint32_t client_regions_max = 0;  // of one client
 };
@@ -52,9 +52,9 @@ struct RegisteredTwin {
 struct RegisteredRegion {
   RegionInfo info;
   OwnedFd descriptor;  // for the client
-  // Why not: Unimplemented if nobody has asked for one, or the device is another one or cannot have
-  // it; ResourceExhausted, naming the limit, beyond it, and if the device has no room; Unavailable
-  // if it has failed.
+  // Why not: Unimplemented if nobody has asked for one, if there are to be none, or the device is
+  // another one or does not see the region; ResourceExhausted, naming the limit, beyond it, and if
+  // the device has no room; Unavailable if it has failed.
   absl::StatusOr<RegisteredTwin> twin = absl::UnimplementedError("no twin was asked for");
 };
 
@@ -94,10 +94,9 @@ class RegionUse {
 struct RegionDevice {
   // Lets it see a region, until what this gives is gone; null: it does not.
   std::function<std::shared_ptr<const void>(std::byte* data, uint64_t bytes)> map;
-  // Makes memory of its own for a twin, whole units of kSharedDeviceUnitBytes, if it is the device
-  // with this UUID.
-  std::function<absl::StatusOr<SharedDeviceMemory>(const std::string& device, uint64_t bytes)>
-      make_twin;
+  std::string uuid;  // empty: it makes no twins
+  // Makes memory of its own for a twin: whole units of kSharedDeviceUnitBytes.
+  std::function<absl::StatusOr<SharedDeviceMemory>(uint64_t bytes)> make_twin;
 };
 
 // Ids are drawn at random from 64 bits: who has not been told one does not find it. Besides, a
@@ -162,6 +161,8 @@ class RegionTable {
 
   absl::Status CheckRoomLocked(OwnerId owner, uint64_t bytes) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Whether there can be a twin for the device, as long as the limit allows it.
+  absl::Status CheckTwin(const std::string& device, const Mapped& memory) const;
   // Makes the region's twin, which is counted from here on.
   absl::StatusOr<RegisteredTwin> MakeTwin(const std::string& device, Mapped* memory);
   absl::Status ReserveTwin(uint64_t bytes);

@@ -67,8 +67,8 @@ plane::RegionLimits MemoryLimits(const ServerOptions& options) {
 plane::RegionDevice DeviceOf(const attention::Backend* backend) {
   return {
       .map = [backend](std::byte* data, uint64_t bytes) { return backend->MapMemory(data, bytes); },
-      .make_twin = [backend](const std::string& device,
-                             uint64_t bytes) { return backend->ShareMemory(device, bytes); }};
+      .uuid = backend->sharing_device(),
+      .make_twin = [backend](uint64_t bytes) { return backend->ShareMemory(bytes); }};
 }
 
 v1::GpuSharing GpuSharingOf(const attention::Backend& backend, const Machine& machine) {

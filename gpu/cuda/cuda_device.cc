@@ -105,6 +105,7 @@ class CudaDevice : public Device {
   }
   // Before anything else. Making a stream may wait for the device: none is made later than needed.
   absl::Status Create() {
+    ATTND_RETURN_IF_ERROR(UseDevice(device_));
     const MutexLock lock(clearing_mutex_);
     return CudaStatus(cudaStreamCreateWithFlags(&clearing_, cudaStreamNonBlocking),
                       "creating a stream");

@@ -64,9 +64,9 @@ const std::byte* ClientMemory::Place(const std::vector<std::byte>& bytes) {
   return at;
 }
 
-void ClientMemory::MakeTwin(const Backend& backend, absl::string_view device) {
+void ClientMemory::MakeTwin(const Backend& backend) {
   ASSERT_LE(pages_.bytes(), kSharedDeviceUnitBytes);
-  auto twin = backend.ShareMemory(device, kSharedDeviceUnitBytes);
+  auto twin = backend.ShareMemory(kSharedDeviceUnitBytes);
   ASSERT_TRUE(twin.ok()) << twin.status();
   void* const view = mmap(nullptr, kSharedDeviceUnitBytes, PROT_READ | PROT_WRITE, MAP_SHARED,
                           twin->descriptor.get(), 0);

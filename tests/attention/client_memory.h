@@ -28,7 +28,7 @@ class ClientMemory {
 
   // From here on the turn is taken in a twin, too, which the backend's device shares: no real one,
   // but one whose descriptor can be mapped, or whose memory the host can touch.
-  void MakeTwin(const Backend& backend, absl::string_view device);
+  void MakeTwin(const Backend& backend);
 
   const ClientTurn& turn() const { return turn_; }
   std::span<const RowTokens> tokens() const { return tokens_; }

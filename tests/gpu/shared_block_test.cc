@@ -34,6 +34,7 @@ class SharedBlocks : public testing::Test {
   void SetUp() override { ASSERT_NE(kept_, nullptr) << dlerror(); }
   ~SharedBlocks() override {
     unsetenv("ATTND_TEST_CUDA");
+    unsetenv("ATTND_TEST_CUDA_CODE");
     if (kept_ != nullptr) dlclose(kept_);
   }
   // Allocations, addresses and mappings that have not been given back.

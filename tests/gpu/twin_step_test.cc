@@ -29,7 +29,7 @@ class TwinSteps : public testing::TestWithParam<attention::IndexSet> {};
 TEST_P(TwinSteps, TheClientIsToldInItsTwin) {
   FinalRow step(GetParam());
   auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend, kFakeUuid);
+  client.MakeTwin(*fake.backend);
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
   ASSERT_NE(prepared, nullptr);
   const StepResult found =
@@ -49,7 +49,7 @@ TEST_P(TwinSteps, TheClientIsToldInItsTwin) {
 TEST_P(TwinSteps, WhatTheHostTellsIsNotInTheTwin) {
   FinalRow step(GetParam());
   auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend, kFakeUuid);
+  client.MakeTwin(*fake.backend);
   attention::ClientTurn turn = client.turn();
   turn.answer = nullptr;
   const auto prepared = PrepareStep(fake.backend.get(), 0, rows, &turn);
@@ -66,17 +66,20 @@ TEST_P(TwinSteps, WhatTheHostTellsIsNotInTheTwin) {
       static_cast<ptrdiff_t>(bytes));
 }
 
-// A client that has a twin, and rings without it, is answered when the host says so.
+// A client that has a twin, and rings without it, is not heard: the step is given up, and another
+// one answers.
 TEST_P(TwinSteps, ARingBesideTheTwinBeginsNothing) {
   FinalRow step(GetParam());
   auto& [fake, sequence, floats, rows, messages, client] = step;
-  client.MakeTwin(*fake.backend, kFakeUuid);
+  client.MakeTwin(*fake.backend);
   auto prepared = PrepareStep(fake.backend.get(), 0, rows, &client.turn());
   ASSERT_NE(prepared, nullptr);
   client.RingInMemoryAlone();
   EXPECT_FALSE(prepared->HasBegunWith({{messages[0].tokens()}}));
   prepared.reset();
   EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
+  ExpectFinalOut(RunStep(fake.backend.get(), 0, rows), RunStep(fake.backend.get(), 0, floats),
+                 DType::kBf16);
   EXPECT_TRUE(client.untouched());
 }
 
@@ -88,20 +91,21 @@ INSTANTIATE_TEST_SUITE_P(Indexes, TwinSteps,
 TEST(TwinStep, MemoryOfTheDeviceIsShared) {
   constexpr uint64_t kBytes = 2 * kSharedDeviceUnitBytes;
   const FakeBackend fake = MakePreparingBackend();
-  auto shared = fake.backend->ShareMemory(kFakeUuid, kBytes);
+  auto shared = fake.backend->ShareMemory(kBytes);
   ASSERT_TRUE(shared.ok()) << shared.status();
   EXPECT_TRUE(shared->descriptor.valid());
   EXPECT_EQ(fake.control->shared_bytes(), kBytes);
   shared->memory.reset();
   EXPECT_EQ(fake.control->shared_bytes(), 0u);
-  EXPECT_TRUE(absl::IsUnimplemented(fake.backend->ShareMemory("another one's", kBytes).status()));
+  EXPECT_EQ(fake.backend->sharing_device(), kFakeUuid);
   fake.control->Set({.no_sharing = true});
-  EXPECT_TRUE(absl::IsResourceExhausted(fake.backend->ShareMemory(kFakeUuid, kBytes).status()));
+  EXPECT_TRUE(absl::IsResourceExhausted(fake.backend->ShareMemory(kBytes).status()));
   CudaBackendOptions in_turn = PreparingOptions();
   in_turn.launch_ahead = false;
   const FakeBackend never_ahead = MakeFakeBackend(in_turn, true);
-  EXPECT_TRUE(absl::IsUnimplemented(never_ahead.backend->ShareMemory(kFakeUuid, kBytes).status()));
-  EXPECT_TRUE(absl::IsUnimplemented(MakeCpu()->ShareMemory(kFakeUuid, kBytes).status()));
+  EXPECT_EQ(never_ahead.backend->sharing_device(), "");
+  EXPECT_TRUE(absl::IsUnimplemented(never_ahead.backend->ShareMemory(kBytes).status()));
+  EXPECT_TRUE(absl::IsUnimplemented(MakeCpu()->ShareMemory(kBytes).status()));
 }
 
 }  // namespace

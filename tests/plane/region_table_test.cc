@@ -127,10 +127,9 @@ class Twins : public ::testing::Test {
   static constexpr char kDevice[] = "a device";
   RegionDevice Device() {
     return {.map = [](std::byte* data, uint64_t) { return std::make_shared<int>(data != nullptr); },
-            .make_twin = [this](const std::string& device,
-                                uint64_t bytes) -> absl::StatusOr<SharedDeviceMemory> {
+            .uuid = kDevice,
+            .make_twin = [this](uint64_t bytes) -> absl::StatusOr<SharedDeviceMemory> {
               if (refused_) return absl::ResourceExhaustedError("planted");
-              EXPECT_EQ(device, kDevice);
               EXPECT_EQ(bytes % kUnit, 0u);
               SharedDeviceMemory made;
               made.data = memory_;
@@ -194,14 +193,26 @@ TEST_F(Twins, TheyAreLimited) {
   EXPECT_EQ(table_.usage().twin_bytes, 0u);
 }
 
-// Of a region that the device does not see nobody could take its turns there.
-TEST_F(Twins, NotOfWhatTheDeviceDoesNotSee) {
-  RegionDevice device = Device();
-  device.map = [](std::byte*, uint64_t) { return nullptr; };
-  RegionTable table(
-      {.bytes_max = 1 << 20, .twin_bytes_max = kUnit, .regions_max = 1, .client_regions_max = 1},
-      device);
-  EXPECT_TRUE(absl::IsUnimplemented(table.Register(1, "", 1, kDevice)->twin.status()));
+// And the reason is told, which is no limit's.
+TEST_F(Twins, SomeCannotHaveOne) {
+  const auto why = [](RegionTable* table, const std::string& device) {
+    const absl::Status status = table->Register(1, "", 1, device)->twin.status();
+    EXPECT_TRUE(absl::IsUnimplemented(status)) << status;
+    return std::string(status.message());
+  };
+  EXPECT_THAT(why(&table_, "another"), HasSubstr("another one"));
+  const auto table_with = [this](uint64_t bytes, const RegionDevice& device) {
+    return std::make_unique<RegionTable>(RegionLimits{.bytes_max = 1 << 20,
+                                                      .twin_bytes_max = bytes,
+                                                      .regions_max = 1,
+                                                      .client_regions_max = 1},
+                                         device);
+  };
+  EXPECT_THAT(why(table_with(0, Device()).get(), kDevice), HasSubstr("client_device_memory_bytes"));
+  EXPECT_THAT(why(table_with(kUnit, {}).get(), kDevice), HasSubstr("shares no memory"));
+  RegionDevice blind = Device();
+  blind.map = [](std::byte*, uint64_t) { return nullptr; };
+  EXPECT_THAT(why(table_with(kUnit, blind).get(), kDevice), HasSubstr("does not see"));
 }
 
 TEST(RegionTableTest, ThreadsComeAndGo) {

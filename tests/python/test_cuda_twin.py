@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import attnd
+import emulated_gpu
 import live_server
 import metrics_text
 from attnd.cuda import driver
 from attnd.cuda.errors import CudaError
-from attnd.cuda.structs import Failure
 from attnd.errors import InvalidArgumentError
 from attnd.pass_memory import PassLayout, PassMemory
 from attnd.requests import PassOptions
@@ -110,10 +110,13 @@ def told(metrics: str) -> float:
     return page.get("attnd_backend_steps_ahead_total", outcome="told")
 
 
-def test_kernels_meet_in_gpu_memory(one_server, gpu, model):
+def test_kernels_meet_in_gpu_memory(one_server, gpu, model, monkeypatch):
     """Where the GPU tells, it tells there alone; the host tells of the other layers, of each pass's last
     one for one, in the region alone."""
     client, metrics = one_server
+    alone = gpu._blocks == 1
+    if alone:  # so fast that rings come within a millisecond, also on a machine that is busy
+        monkeypatch.setattr(emulated_gpu, "THREADS", 1)
     assert model.session.in_gpu_memory
     assert metrics_text.read(metrics).get("attnd_memory_twin_bytes") == TWIN_BYTES
     before, words, passes = told(metrics), [], 0
@@ -123,27 +126,34 @@ def test_kernels_meet_in_gpu_memory(one_server, gpu, model):
         answer = int.from_bytes(region[ANSWER_OFFSET : ANSWER_OFFSET + 4], "little")
         words.append((model.session._control.done, answer, Twin(gpu).word(ANSWER_OFFSET)))
 
-    while told(metrics) == before and passes < 20 * (TOKENS - PROMPT):  # of a machine that is busy
+    rounds = 40 if alone else 1
+    while told(metrics) == before and passes < rounds * (TOKENS - PROMPT):
         decode(client, gpu, model, Case.random(TOKENS, SHAPE), look)
         passes += TOKENS - PROMPT
     in_region = sum(done == region != twin for done, region, twin in words)
     in_twin = sum(done == twin != region for done, region, twin in words)
     assert in_region + in_twin == len(words) == passes * SHAPE.layers
-    assert in_region >= passes and in_twin == told(metrics) - before > 0
+    assert in_region >= passes and in_twin == told(metrics) - before
+    assert in_twin > 0 or not alone
 
 
-@pytest.mark.parametrize("reason", ["asked", "full", "ahead", "other", "refused"])
-def test_who_has_no_twin_does_without(library, monkeypatch, caplog, reason):
-    """None was asked for, or the server has no room, or launches nothing ahead; or the client is on
-    another GPU, or its CUDA refuses. The server counts what is beyond its limit."""
+@pytest.mark.parametrize("reason", ["asked", "none", "full", "ahead", "other", "refused"])
+def test_who_has_no_twin_does_without(one_server, library, monkeypatch, caplog, reason):
+    """None was asked for, or the server gives none, has no room left, or launches nothing ahead; or the
+    client is on another GPU, or its CUDA refuses. The server counts what is beyond its limit."""
     caplog.set_level(logging.INFO, "attnd.cuda")
     case = Case.random(TOKENS, SHAPE)
     gpu = EmulatedGpu(library)
-    flags = {"full": "--client-device-memory-bytes=0", "ahead": "--device-launch-ahead=false"}
+    flags = {
+        "none": "--client-device-memory-bytes=0",
+        "full": "--client-device-memory-bytes=2MiB",
+        "ahead": "--device-launch-ahead=false",
+    }
     reasons = {
         "asked": "",
+        "none": "client_device_memory_bytes is 0",
         "full": "client_device_memory_bytes: a twin of 2097152 bytes",
-        "ahead": "no GPU",
+        "ahead": "the server's GPU shares no memory",
         "other": "the server's GPU is another one",
         "refused": "import_memory: planted",
     }
@@ -151,8 +161,10 @@ def test_who_has_no_twin_does_without(library, monkeypatch, caplog, reason):
         monkeypatch.setattr(gpu, "uuid", lambda: b"another device..")
     if reason == "refused":
         gpu.fails = lambda name: name == "import_memory"
+    own = served(flags[reason]) if reason in flags else contextlib.nullcontext(one_server)
     with (
-        served(*filter(None, [flags.get(reason)])) as (client, metrics),
+        own as (client, metrics),
+        Model(client, EmulatedGpu(library), SHAPE, twin=reason == "full"),
         Model(client, gpu, SHAPE, dtype="bf16", twin=reason != "asked") as model,
     ):
         assert not model.session.in_gpu_memory
@@ -166,8 +178,7 @@ def test_who_has_no_twin_does_without(library, monkeypatch, caplog, reason):
 
 
 def test_sessions_of_clients_ask_for_one(one_server, library, monkeypatch):
-    """Those of cuda_session and of attnd.transformers, but where answers are fp32, which no GPU tells
-    of."""
+    """But where answers are fp32, which no GPU tells of, or the driver cannot say which GPU it is."""
     client, _ = one_server
     gpu = EmulatedGpu(library)
     monkeypatch.setattr(driver, "CudaGpu", lambda device: gpu)
@@ -192,8 +203,11 @@ def test_twins_come_and_go(library):
             return metrics_text.read(metrics).get("attnd_memory_twin_bytes")
 
         def twins_open() -> int:
-            links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-            return sum("fake-device" in os.readlink(one) for one in links if os.path.islink(one))
+            count = 0
+            for number in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):  # it is closed by now, as listdir's own is
+                    count += "fake-device" in os.readlink(f"/proc/self/fd/{number}")
+            return count
 
         for _ in range(3):
             models = [Model(client, gpu, SHAPE, twin=True) for _ in range(3)]
@@ -228,7 +242,7 @@ def test_a_session_that_cannot_be_made_leaves_no_twin(one_server, library, faili
 
 def test_a_row_that_fails_is_told_in_the_region(one_server, gpu, model):
     """From there on the host tells of all layers; the other row's answers are what they are without."""
-    client, metrics = one_server
+    client, _ = one_server
     case = Case.random(TOKENS, SHAPE)
     good, bad = (opened(client, case, PROMPT, complete=False) for _ in range(2))
     model.write(case, slice(PROMPT, PROMPT + 1))
@@ -237,9 +251,17 @@ def test_a_row_that_fails_is_told_in_the_region(one_server, gpu, model):
     whole = model.session.begin_pass(
         [attnd.Row(good, PROMPT), attnd.Row(bad, PROMPT)], raise_on_row_error=False
     )
-    model.layers()
+    told_in_twin = []
+    for layer in range(SHAPE.layers):
+        model.layer(layer)
+        gpu.then(
+            lambda: told_in_twin.append(
+                Twin(gpu).word(ANSWER_OFFSET) == model.session._control.done
+            )
+        )
     whole.finish()
     gpu.synchronize()
+    assert not any(told_in_twin[2:])
     assert [row.ok for row in whole.rows] == [True, False] and whole.failed_rows == 1
     for layer in range(SHAPE.layers):
         np.testing.assert_allclose(

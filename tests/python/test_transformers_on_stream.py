@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import signal
+import threading
 import types
 import warnings
 
@@ -27,6 +28,7 @@ from attnd.transformers import passes, regions, streams
 from attnd.transformers.stats import StatsCounter
 from conftest import require_program
 from emulated_fixtures import library
+from emulated_gpu import EmulatedGpu
 from test_transformers import (  # noqa: F401
     test_a_batch_with_padding_on_the_left,
     test_a_prompt_of_one_token,
@@ -356,3 +358,19 @@ def local_of(model, ids):
         return local(model, ids).sequences
     finally:
         model.set_attn_implementation("attnd")
+
+
+def test_regions_of_sessions_have_twins(library, monkeypatch):
+    """Which the server is asked for with the GPU's UUID, for answers in bf16."""
+    asked = []
+    monkeypatch.setattr(regions, "PassMemory", lambda *_, twin_gpu: asked.append(twin_gpu))
+    gpu = EmulatedGpu(library)
+    shared = object.__new__(regions.Regions)
+    shared._lock, shared._closed = threading.Lock(), False
+    shared._socket = types.SimpleNamespace(ended=lambda: False)
+    shared._lent = set()
+    for dtype, expected in (("bf16", gpu.uuid()), ("fp32", b"")):
+        shape = attnd.ModelShape(2, 4, 2, 64, dtype=dtype)
+        with pytest.raises(AttributeError):  # what is made here is no region
+            shared.reserve(shape, 1, gpu)
+        assert asked.pop() == expected

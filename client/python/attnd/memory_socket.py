@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 
 from attnd.errors import (
+    AttndError,
     DeadlineExceededError,
     ResourceExhaustedError,
     UnavailableError,
@@ -123,21 +125,27 @@ class MemorySocket:
         request.register_region.twin_gpu_uuid = twin_gpu
         reply, descriptors = self._call(request)
         region = reply.register_region
+        no_twin = region.no_twin.message
         twin = None
         try:
-            if len(descriptors) < 1 + region.HasField("twin"):  # the system has cut them off
-                self.unregister(region.region_id)
+            if not descriptors:  # the system has cut them off
                 raise ResourceExhaustedError(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     "this process may open no more files: none is left for the region",
                 )
             memory = mmap.mmap(descriptors[0], region.bytes, mmap.MAP_SHARED)
-            if region.HasField("twin"):
+            if len(descriptors) > 1:
                 twin = Twin(descriptors.pop(), region.twin.bytes)
+            elif region.HasField("twin"):
+                no_twin = "this process may open no more files"
+        except BaseException:
+            with contextlib.suppress(AttndError, OSError):
+                self.unregister(region.region_id)
+            raise
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return Region(region.region_id, memory, twin, region.no_twin.message)
+        return Region(region.region_id, memory, twin, no_twin)
 
     def unregister(self, region_id: int) -> None:
         """No pass may begin with the region any more; one that uses it goes on to its end."""

@@ -159,7 +159,7 @@ class MemoryStream:
         )
         request.begin_pass.memory.device_rings = device_rings
         request.begin_pass.memory.spin_us = self._spin_us
-        memory.begin(request.begin_pass.memory)
+        memory.begin(request.begin_pass.memory, query_tokens, new_tokens)
         reply = PassReply(self._call, self._step_id, self._reply)
         return Declaration(
             request, tuple(rows), query_tokens, new_tokens, options.want_lse, reply

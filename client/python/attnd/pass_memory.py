@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from attnd.pass_reply import PassReply
 
 _ALIGNMENT_BYTES = 64
+# Of a layer's q, k and v. With more a server's GPU begins when its host says so, by what is in the region
+# (gpu/layout/step_gate.h), and the twin would only be in the way.
+_TWIN_BYTES_MAX = 128 << 10
 
 
 class TensorPlace:
@@ -39,8 +42,11 @@ class TensorPlace:
         self.dtype = dtype
         self.heads = heads
         self.dim = dim
-        bytes_ = tokens_max * heads * dim * dtype.itemsize
+        bytes_ = self.bytes_of(tokens_max)
         self.end = offset + math.ceil(bytes_ / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def bytes_of(self, tokens: int) -> int:
+        return tokens * self.heads * self.dim * self.dtype.itemsize
 
     def array(self, memory: Any, tokens: int) -> Array:
         """[tokens, heads, dim], a view of the memory."""
@@ -105,7 +111,7 @@ class PassMemory:
         memory: its bytes.
         twin: GPU memory with the same layout, if the server has some for this region; else None.
         no_twin: why not, if it was asked for.
-        in_twin: whether passes take their turns there, too.
+        in_twin: whether a GPU's passes take their turns there, too.
         turns: the client's end of its words.
         reply: to the newest pass that the server was told of; it has the region until the reply has
             been sent.
@@ -137,11 +143,15 @@ class PassMemory:
             with contextlib.suppress(AttndError):
                 self.reply.get(timeout_s)
 
-    def begin(self, message: attnd_pb2.PassMemory) -> None:
+    def begin(
+        self, message: attnd_pb2.PassMemory, query_tokens: int, new_tokens: int
+    ) -> None:
         """Begins a pass in the words and fills in where it lies; the message says whether a GPU rings."""
         layout = self.layout
         message.region_id = self.region_id
-        message.in_twin = self.in_twin and message.device_rings
+        sent = layout.q.bytes_of(query_tokens)
+        sent += layout.k.bytes_of(new_tokens) + layout.v.bytes_of(new_tokens)
+        message.in_twin = self.in_twin and message.device_rings and sent <= _TWIN_BYTES_MAX
         message.first_epoch = self.turns.begin(
             layout.shape.layers, device_rings=message.device_rings
         )

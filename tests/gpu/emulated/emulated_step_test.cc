@@ -310,7 +310,7 @@ TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
   for (int i = 0; i < 20; ++i) {
     SCOPED_TRACE(i);
     ClientMemory client(*emulated_, rows, messages, allocate);
-    if (i % 2 == 1) client.MakeTwin(*emulated_, (*device)->uuid());
+    if (i % 2 == 1) client.MakeTwin(*emulated_);
     const auto prepared = attention::test::PrepareStep(emulated_.get(), 0, rows, &client.turn());
     ASSERT_NE(prepared, nullptr);
     if (i % 4 == 3) {  // given up, before the ring or behind it

@@ -13,9 +13,10 @@
 // of theirs follows another. Six thread blocks that looked without a pause made the server's own
 // kernels four times as slow (docs/PERFORMANCE.md, "A model server's loop on one GPU").
 //
-// A region's twin is memory of this GPU. Where there is one, the thread blocks copy q, k and v
-// there, and the last one rings there; then it alone copies them into the region and rings there as
-// well, beside the server's GPU, which has begun. The answer may come in either.
+// A region's twin is memory of this GPU. In a pass whose turns are taken there, too, the thread
+// blocks copy q, k and v there, and the last one rings there; then it alone copies them into the
+// region and rings there as well, beside the server's GPU, which has begun. The answer may come in
+// either.
 //
 // Order in memory. The region is host memory that the GPU has mapped (proto, PassMemory), the twin
 // GPU memory that another process's kernels write and read, which takes system scope as well.
@@ -125,7 +126,8 @@ struct PassWords {
                 // use
   u32 arrived;  // thread blocks of the kernel that runs
   u32 want_lse;
-  u32 end;  // of Control::ends, the pass's own
+  u32 end;      // of Control::ends, the pass's own
+  u32 in_twin;  // turns are taken in the region's twin, too
 };
 
 // Passes whose ends the host may still have to look at when the stream goes on: the newest, and the
@@ -188,6 +190,7 @@ struct Begin {
   u32 new_tokens;
   u32 want_lse;
   u32 end;
+  u32 in_twin;
 };
 
 // NaN in bf16 and fp16, and, two of them together, in fp32.
@@ -201,9 +204,6 @@ constexpr u32 kFirstPauseNanos = 1000;
 constexpr u32 kPauseNanos = 300;
 // Looks at the twin's answer word, some .7 us each, in place of the later ones' pause.
 constexpr u32 kTwinLooks = 2;
-// Of a layer's q, k and v: with more the server's GPU begins when its host says so, by what is in
-// the region (gpu/layout/step_gate.h, kMovesMax).
-constexpr u32 kTwinBytesMax = 128 << 10;
 // Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
 
@@ -244,13 +244,6 @@ ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
       if (first + i * step < quads) store(first + i * step, values[i]);
     }
   }
-}
-
-// Whether the layer's tensors go to the twin, too. All thread blocks find the same.
-ATTND_DEVICE bool UsesTwin(const Layer& layer, const PassWords& pass) {
-  const u32 quads = Quads(layer.q, pass.query_tokens) + Quads(layer.k, pass.new_tokens) +
-                    Quads(layer.v, pass.new_tokens);
-  return layer.twin != 0 && quads <= kTwinBytesMax / sizeof(Quad);
 }
 
 // To the region, or to its twin. One copy of all three: what a thread has of each is on its way at
@@ -413,7 +406,7 @@ struct Shared {
 ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   PassWords* const words = At<PassWords>(layer.words);
   const u32 query_tokens = words->query_tokens;
-  const bool in_twin = UsesTwin(layer, *words);
+  const bool in_twin = layer.twin != 0 && words->in_twin != 0;
   if (Thread() == 0) shared->failure = Admit(layer);
   Barrier();
   u32 failure = shared->failure;
@@ -463,6 +456,7 @@ ATTND_DEVICE void RunBegin(const Begin& begin) {
   words->failure = kNone;
   words->want_lse = begin.want_lse;
   words->end = begin.end;
+  words->in_twin = begin.in_twin;
   control->ends[begin.end] = {};
 }
 

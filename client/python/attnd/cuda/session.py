@@ -37,9 +37,10 @@ class StreamSession:
     stream at a time.
 
     A layer is a kernel: it writes q, k and v from GPU memory to the region, rings, waits for the
-    answer, and writes out to GPU memory. If the server has the same GPU, the region has a twin in
-    that GPU's memory, which saves most of the way over PCIe (:attr:`in_gpu_memory`). So all layers of a pass can be enqueued ahead, or be part
-    of a CUDA graph that is replayed for each pass:
+    answer, and writes out to GPU memory. So all layers of a pass can be enqueued ahead, or be part
+    of a CUDA graph that is replayed for each pass. If the server has the same GPU, the kernel first
+    does so by way of the region's twin in that GPU's memory, and need not wait for PCIe then
+    (:attr:`in_gpu_memory`):
 
         with torch.cuda.graph(graph):
             for layer in range(shape.layers):
@@ -380,6 +381,7 @@ class StreamSession:
             new_tokens=declaration.new_tokens,
             want_lse=declaration.want_lse,
             end=whole.end,
+            in_twin=declaration.request.begin_pass.memory.in_twin,
         )
         with self._changed:
             self._passes.append(whole)

@@ -22,7 +22,7 @@ class Failure(enum.IntEnum):
 
 
 # PassWords: how many, and which of them is `failure`.
-PASS_WORDS = 10
+PASS_WORDS = 11
 FAILURE_WORD = 6
 
 class PassEnd(ctypes.Structure):
@@ -98,4 +98,5 @@ class Begin(ctypes.Structure):
         ("new_tokens", ctypes.c_uint32),
         ("want_lse", ctypes.c_uint32),
         ("end", ctypes.c_uint32),
+        ("in_twin", ctypes.c_uint32),
     ]

@@ -16,8 +16,8 @@ _LOGGER = logging.getLogger(__name__)
 
 def twin_gpu_of(gpu: Gpu, layout: PassLayout) -> bytes:
     """What :meth:`attnd.pass_memory.PassMemory` asks for a session on this GPU: the GPU's UUID, or
-    nothing. A server's GPU leaves no answers in fp32 in a twin."""
-    if layout.out.dtype == FP32:
+    nothing. A server's GPU leaves no answers in fp32 in a twin, and answers no latent models."""
+    if layout.out.dtype == FP32 or layout.shape.latent:
         return b""
     try:
         return gpu.uuid()
@@ -33,7 +33,7 @@ def import_twin(gpu: Gpu, memory: PassMemory, mapped: contextlib.ExitStack) -> i
     Args:
         mapped: releases it; no kernel may touch it then.
     """
-    twin = memory.twin
+    twin, memory.twin = memory.twin, None  # it is imported once
     if twin is None:
         if memory.no_twin:
             _LOGGER.info("layers go through the host's memory: %s", memory.no_twin)
