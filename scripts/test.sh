@@ -153,6 +153,7 @@ flock -n 9 || die "another scripts/test.sh is running in this checkout"
 
 say "Set-up"
 setup_packages "${ATTND_BUILD_PACKAGES[@]}" "${ATTND_PYTHON_PACKAGES[@]}" "${ATTND_CHECK_PACKAGES[@]}"
+setup_packages "$(clang_runtime_package)"
 setup_prometheus
 start_venvs "${stages[@]}"
 trap stop_ahead EXIT

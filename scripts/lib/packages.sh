@@ -47,10 +47,12 @@ ATTND_CHECK_PACKAGES=(
   "${ATTND_CLANG_FORMAT}"
   clang
   clang-tidy
-  libclang-rt-dev
   lld
   llvm
 )
+
+# The sanitizers of the distribution's clang, once that is there: their package has its version in the name.
+clang_runtime_package() { echo "libclang-rt-$(clang -dumpversion | cut -d . -f 1)-dev"; }
 
 # What scripts/bundle.sh takes besides; a CUDA compiler comes from elsewhere.
 ATTND_BUNDLE_PACKAGES=(
