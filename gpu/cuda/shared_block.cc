@@ -106,8 +106,9 @@ absl::StatusOr<std::unique_ptr<SharedBlock>> SharedBlock::Create(const std::stri
   static_cast<void>(driver->release(memory));
   if (!at.ok()) return at.status();
   *descriptor = std::move(exported);
-  return std::unique_ptr<SharedBlock>(
-      new SharedBlock(std::move(driver), reinterpret_cast<std::byte*>(*at), bytes));
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): the driver has the device's addresses as numbers
+  auto* const data = reinterpret_cast<std::byte*>(*at);
+  return std::unique_ptr<SharedBlock>(new SharedBlock(std::move(driver), data, bytes));
 }
 
 SharedBlock::SharedBlock(std::unique_ptr<const Driver> driver, std::byte* data, uint64_t bytes)
