@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "attnd/v1/memory.pb.h"
+#include "common/owned_fd.h"
 #include "plane/region.h"
 
 namespace attnd {

@@ -103,7 +103,7 @@ class CudaDevice : public Device {
   ~CudaDevice() override {
     if (clearing_ != nullptr) static_cast<void>(cudaStreamDestroy(clearing_));
   }
-  // Before anything else. Making a stream may wait for the device: none is made later than needed.
+  // Before anything else: making a stream may wait for the device, on which steps may wait later.
   absl::Status Create() {
     ATTND_RETURN_IF_ERROR(UseDevice(device_));
     const MutexLock lock(clearing_mutex_);

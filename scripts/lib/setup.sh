@@ -137,17 +137,15 @@ build_jobs() {
 
 # configure_preset PRESET [ARGUMENT...]: what cmake says goes to a log, and is shown if it fails.
 configure_preset() {
-  local preset="$1" log="${ATTND_BUILD}/configure-$1.log" cache="${ATTND_BUILD}/$1/CMakeCache.txt"
+  local preset="$1" log="${ATTND_BUILD}/configure-$1.log"
   shift
   mkdir -p "${ATTND_BUILD}"
-  # Of a folder that another compiler built CMake would forget what the preset says.
-  if [[ "${preset}" == asan ]] && ! grep -qs '^CMAKE_CXX_COMPILER:.*clang++' "${cache}"; then
-    rm -rf "${cache%/*}"
-  fi
   (cd "${ATTND_ROOT}" && cmake --preset "${preset}" -Wno-dev "$@") >"${log}" 2>&1 || {
     cat "${log}" >&2
     return 1
   }
+  # A folder of another compiler's: CMake has forgotten all else that the preset says.
+  ! grep -q 'require your cache to be deleted' "${log}" || configure_preset "${preset}" --fresh "$@"
 }
 
 # build_preset PRESET [-DNAME=VALUE...] [TARGET...]: configures and builds.

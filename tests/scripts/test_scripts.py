@@ -54,6 +54,22 @@ def test_packages_are_named_once():
     assert all(re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name) for name in names)
 
 
+def test_another_compiler_takes_a_fresh_folder(tmp_path):
+    """CMake deletes such a folder's cache, and with it all that the preset says but the compiler."""
+    done = bash("""
+        set -euo pipefail
+        source scripts/lib/setup.sh
+        ATTND_BUILD="${FOLDER}"
+        cmake() {
+          echo "$*" >&3
+          [[ "$*" == *--fresh* ]] || echo "You have changed variables that require your cache to be deleted."
+        }
+        configure_preset asan -DA=1 3>&1
+        """, env={**os.environ, "FOLDER": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["--preset asan -Wno-dev -DA=1", "--preset asan -Wno-dev --fresh -DA=1"]
+
+
 def test_nothing_is_installed_when_nothing_is_missing():
     # An apt-get that fails proves that it is not called.
     done = bash("set -euo pipefail; source scripts/lib/setup.sh; apt_get() { exit 9; }; setup_packages dpkg bash")

@@ -159,6 +159,15 @@ class MemorySocket:
         request.list_regions.SetInParent()
         return list(self._call(request)[0].list_regions.regions)
 
+    def _receive(self) -> tuple[bytes, list[int]]:
+        """A packet with its descriptors, of which a child process would keep the memory."""
+        packet, descriptors, _, _ = socket.recv_fds(
+            self._socket, _PACKET_BYTES_MAX, _DESCRIPTORS_MAX
+        )
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        return packet, descriptors
+
     def _call(self, request: memory_pb2.MemoryRequest) -> tuple[memory_pb2.MemoryReply, list[int]]:
         descriptors: list[int] = []
         try:
@@ -167,9 +176,9 @@ class MemorySocket:
             except (BrokenPipeError, ConnectionResetError):
                 pass  # a server that sends a client away says why before it closes
             try:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, _DESCRIPTORS_MAX)
+                packet, descriptors = self._receive()
             except ConnectionResetError:
-                packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET_BYTES_MAX, _DESCRIPTORS_MAX)
+                packet, descriptors = self._receive()
         except socket.timeout:
             self._socket.close()  # a late reply would be taken for that to another call
             raise DeadlineExceededError(
@@ -183,8 +192,6 @@ class MemorySocket:
             raise UnavailableError(
                 grpc.StatusCode.UNAVAILABLE, "the memory socket: the server ended the connection"
             )
-        for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)  # a child's would keep the memory
         reply = memory_pb2.MemoryReply.FromString(packet)
         if reply.status.code:
             raise error_of(status_code(reply.status.code), reply.status.message)

@@ -197,8 +197,9 @@ struct Begin {
 constexpr u32 kNan = 0x7FFF7FFF;
 // Loads that a thread has under way at once.
 constexpr u32 kBatch = 4;
-// Between two looks at the answer word: the first ones, some 40 us of them, within which few
-// answers come; and later ones. Half of it is what an answer waits in the mean.
+// Between two looks at the answer word: the first ones, some 40 us of them (60 where the twin is
+// looked at, too), within which few answers come; and later ones. Half of it is what an answer
+// waits in the mean.
 constexpr u32 kFirstLooks = 16;
 constexpr u32 kFirstPauseNanos = 1000;
 constexpr u32 kPauseNanos = 300;
