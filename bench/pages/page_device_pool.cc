@@ -14,7 +14,10 @@ struct OneThread {
   static T Load(const T* from) {
     return *from;
   }
-  static void Store(float* to, float value) { *to = value; }
+  template <typename T>
+  static void Store(T* to, T value) {
+    *to = value;
+  }
   static uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
     const uint64_t before = *at;
     if (before == from) *at = to;
@@ -37,11 +40,13 @@ class DeviceCachePool : public PagePool {
     for (const uint32_t page : step.pages) {
       const auto [frame, fetch] = gpu::FindFrame<OneThread>(cache_, clock_, uint64_t{page} + 1);
       if (!fetch) continue;
+      gpu::SetFilled<OneThread>(cache_, clock_, uint64_t{page} + 1, frame);
       if (held_[frame] != kNever) resident_[held_[frame]] = false;
       held_[frame] = page;
       resident_[page] = true;
     }
     clock_.step = (clock_.step + 1) % (uint32_t{1} << gpu::kStepBits);
+    clock_.oldest = clock_.step;
     uses_ += step.pages.size();
     const double half_life = double{1} * gpu::kCacheHalfLife * static_cast<double>(held_.size());
     clock_.age = static_cast<float>(static_cast<double>(uses_) / half_life);

@@ -14,11 +14,17 @@
 // and its frames age. What a frame holds is said in one place, its owner word, which changes by
 // compare and swap alone.
 //
-// Which page goes: of these sets, the one of least worth that the running step does not use. Each
-// step in which a page is used adds one to its worth, and a worth halves in the time in which
+// Which page goes: of these sets, the one of least worth that no running step uses. Each step in
+// which a page is used adds one to its worth, and a worth halves in the time in which
 // kCacheHalfLife times the cache's pages are used: LFU with ageing among the frames of the sets
 // (docs/research/PAGE_POOL.md, "On a GPU"; in its pool a page keeps its worth when it goes, here it
 // starts anew).
+//
+// Several steps may use the cache at once. Steps are numbered in the order in which they come, and
+// an owner word has the greatest number of those that have used the frame. So a frame of a running
+// step has no lesser number than that step, and whoever evicts spares all numbers from the oldest
+// running step's on. A frame that another step is still filling is read by nobody else: the page is
+// then read where it lies.
 #ifndef ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 #define ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 
@@ -48,14 +54,36 @@ inline constexpr uint32_t kCacheLooks = 8;
 // page. So a row has at most kCachedToken >> 16 segments, and a cache kFramesMax frames.
 inline constexpr uint32_t kCachedToken = uint32_t{1} << 31;
 inline constexpr uint32_t kFramesMax = uint32_t{1} << 27;
-// Page numbers begin at 1 and end below 2^48; no two segments share one.
+// Page numbers begin at 1 and end below 2^47; no two segments share one.
+inline constexpr uint64_t kPageNumbersEnd = uint64_t{1} << 47;
+// Steps are counted modulo 2^16. Numbers of steps that run at once lie less than kStepsApart
+// apart, and a step's number less than that behind the oldest one that it spares.
 inline constexpr uint32_t kStepBits = 16;
-inline constexpr uint64_t kPageNumbersEnd = uint64_t{1} << 48;
+inline constexpr uint32_t kStepsApart = 1024;
+ATTND_ON_DEVICE uint32_t StepsFrom(uint32_t first, uint32_t step) {
+  return (step - first) & ((1u << kStepBits) - 1);
+}
+
+// What an owner word says: which page a frame has, the greatest number of a step that used it, and
+// whether the page's bytes are there.
+struct FrameOwner {
+  uint64_t page;  // 0: none, and the word is 0
+  uint32_t step;
+  bool filled;
+
+  static ATTND_ON_DEVICE FrameOwner Of(uint64_t word) {
+    return {word >> (kStepBits + 1), static_cast<uint32_t>(word) & ((1u << kStepBits) - 1),
+            (word >> kStepBits & 1) != 0};
+  }
+  ATTND_ON_DEVICE uint64_t Word() const {
+    return page << (kStepBits + 1) | uint64_t{filled} << kStepBits | step;
+  }
+};
 
 // A set's frames follow one another: frame = set * kCacheWays + way.
 struct CacheSet {
-  // page << kStepBits | the last step that used it; 0: none. Steps are counted modulo 2^16: a page
-  // that was used a whole round ago counts as used now, which keeps it for a step.
+  // FrameOwner's words. A page that was last used a whole round of numbers ago counts as used now,
+  // which keeps it for 2 * kStepsApart steps of 2^16.
   uint64_t owners[kCacheWays];
   float worths[kCacheWays];  // log2
   // Who filled the frame: CacheClock::filler | a PageSource; 0: nobody.
@@ -80,6 +108,7 @@ static_assert(kSourceBits + kRunBits + kWaveBits == 32);
 // Comes with each step, whose header is the same from step to step.
 struct CacheClock {
   uint32_t step;    // modulo 2^kStepBits
+  uint32_t oldest;  // likewise: what steps from this one on have used is spared
   float age;        // half-lives since the cache began: log2 of what a use is worth now
   uint32_t filler;  // the wave, modulo 2^kWaveBits, and its run; the source is 0
 };
@@ -148,63 +177,76 @@ ATTND_ON_DEVICE float WorthAfterUse(float worth, float age) {
   return most + log2f(1.0f + exp2f(least - most));
 }
 
-// The frame of a page, for the whole step: no step evicts what it uses itself. One step at a time
-// uses a cache; any of its threads may ask. The page is in the frame when the step's fetch stage
-// has ended. may_take: whether the page's bytes are at hand, so that it may take a frame if it is
-// not in the cache; without them the look-up only looks. Two threads that ask for one page at once
-// may fill two frames, which is a waste and no fault. Memory::Load(address) reads what others may
-// change, Memory::Store(address, value) changes it, Memory::Swap(address, from, to) sets `to` if
-// `from` is there, and returns what was there.
+ATTND_ON_DEVICE uint64_t* OwnerWordOf(const PageCacheRef& cache, uint32_t frame) {
+  return &cache.sets[frame / kCacheWays].owners[frame % kCacheWays];
+}
+
+// The frame of a page, until the step has ended: nobody evicts what a running step uses. Any thread
+// of any running step may ask. The page is in the frame when the step's fetch stage has ended.
+// may_take: whether the page's bytes are at hand, so that it may take a frame if it is not in the
+// cache; without them the look-up only looks. Two threads that ask for one page at once may fill
+// two frames, which is a waste and no fault. Memory::Load(address) reads what others may change,
+// Memory::Store(address, value) changes it, Memory::Swap(address, from, to) sets `to` if `from` is
+// there, and returns what was there.
 template <typename Memory>
 ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock& clock,
                                      uint64_t page, bool may_take = true) {
-  constexpr uint64_t kStepMask = (uint64_t{1} << kStepBits) - 1;
-  const uint64_t taken = page << kStepBits | clock.step;
-  const auto owner_of = [&](uint32_t frame) {
-    return &cache.sets[frame / kCacheWays].owners[frame % kCacheWays];
-  };
   const auto worth_of = [&](uint32_t frame) {
     return &cache.sets[frame / kCacheWays].worths[frame % kCacheWays];
   };
   for (uint32_t look = 0; look < kCacheLooks; ++look) {
     uint32_t hit = kNoFrame, victim = kNoFrame;
-    uint64_t hit_owner = 0, victim_owner = 0;
+    uint64_t hit_word = 0, victim_word = 0;
     float hit_worth = 0, least = INFINITY;
     // All sets at once would take half as many registers again.
     ATTND_NOT_UNROLLED
     for (uint32_t choice = 0; choice < kCacheChoices; ++choice) {
       const uint32_t first = CacheSetOf(page, choice, cache.set_count) * kCacheWays;
       for (uint32_t frame = first; frame < first + kCacheWays; ++frame) {
-        const uint64_t owner = Memory::Load(owner_of(frame));
+        const uint64_t word = Memory::Load(OwnerWordOf(cache, frame));
         const float worth = Memory::Load(worth_of(frame));
-        if (owner >> kStepBits == page) {
+        const FrameOwner owner = FrameOwner::Of(word);
+        if (owner.page == page) {
           hit = frame;
-          hit_owner = owner;
+          hit_word = word;
           hit_worth = worth;
         }
-        const bool in_use = owner != 0 && (owner & kStepMask) == clock.step;
-        const float own = owner == 0 ? -INFINITY : worth;
+        const bool in_use =
+            owner.page != 0 && StepsFrom(clock.oldest, owner.step) < 2 * kStepsApart;
+        const float own = owner.page == 0 ? -INFINITY : worth;
         if (!in_use && (victim == kNoFrame || own < least)) {
           victim = frame;
-          victim_owner = owner;
+          victim_word = word;
           least = own;
         }
       }
     }
     if (hit != kNoFrame) {
-      if (hit_owner == taken) return {hit, false};
-      const uint64_t before = Memory::Swap(owner_of(hit), hit_owner, taken);
-      if (before != hit_owner && before != taken) continue;
-      if (before == hit_owner) Memory::Store(worth_of(hit), WorthAfterUse(hit_worth, clock.age));
+      FrameOwner owner = FrameOwner::Of(hit_word);
+      if (!owner.filled && owner.step != clock.step) break;  // by another step
+      if (StepsFrom(clock.step, owner.step) < kStepsApart) return {hit, false};
+      owner.step = clock.step;
+      const uint64_t before = Memory::Swap(OwnerWordOf(cache, hit), hit_word, owner.Word());
+      if (before != hit_word && before != owner.Word()) continue;
+      if (before == hit_word) Memory::Store(worth_of(hit), WorthAfterUse(hit_worth, clock.age));
       return {hit, false};
     }
-    if (!may_take || victim == kNoFrame) break;  // the step uses all frames of the sets
-    if (Memory::Swap(owner_of(victim), victim_owner, taken) == victim_owner) {
+    if (!may_take || victim == kNoFrame) break;  // running steps use all frames of the sets
+    const FrameOwner taken = {page, clock.step, false};
+    if (Memory::Swap(OwnerWordOf(cache, victim), victim_word, taken.Word()) == victim_word) {
       Memory::Store(worth_of(victim), clock.age);
       return {victim, true};
     }
   }
   return {kNoFrame, false};
+}
+
+// To be called when a frame that the step had to fill has the page's bytes, for all to see.
+template <typename Memory>
+ATTND_ON_DEVICE void SetFilled(const PageCacheRef& cache, const CacheClock& clock, uint64_t page,
+                               uint32_t frame) {
+  const FrameOwner owner = {page, clock.step, true};
+  Memory::Store(OwnerWordOf(cache, frame), owner.Word());  // nobody else changes it till then
 }
 
 // Where a page came from that lies in frame `found`. source: of the bytes that the caller has at

@@ -183,11 +183,6 @@ bool DeviceCopyStore::ReadsFiles() const {
   return MapsHostMemory();
 }
 
-bool DeviceCopyStore::HasCache() const {
-  MutexLock lock(mutex_);
-  return cache_ != nullptr;
-}
-
 uint64_t DeviceCopyStore::carried_bytes_max() const {
   MutexLock lock(mutex_);
   return reserve_ / kCarriedShare;

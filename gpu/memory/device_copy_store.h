@@ -151,8 +151,6 @@ class DeviceCopyStore : public std::enable_shared_from_this<DeviceCopyStore> {
   // Whether rows over segments in files may have a cache for their pages, to which whole segments
   // must leave their memory: they have to be read where they lie. Once it is false it stays so.
   bool ReadsFiles() const;
-  // Whether there is a cache of pages.
-  bool HasCache() const;
   // The most bytes of pages that a step may carry, so that tails keep room beside them.
   uint64_t carried_bytes_max() const;
   // The cache of pages of so many bytes; null if there is none, or one of other pages: pages in

@@ -4,6 +4,7 @@
 #include <glog/logging.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
@@ -32,17 +33,38 @@ absl::StatusOr<std::shared_ptr<PageCache>> PageCache::Create(Device* device,
   return std::shared_ptr<PageCache>(new PageCache(std::move(memory), ref));
 }
 
-CacheClock PageCache::Use::clock() const {
-  constexpr uint64_t kSteps = uint64_t{1} << kStepBits;
+PageCache::Use::Use(std::shared_ptr<PageCache> cache) : cache_(std::move(cache)) {
+  MutexLock lock(cache_->mutex_);
+  std::set<uint64_t>& running = cache_->running_;
+  while (!running.empty() && cache_->runs_ - *running.begin() >= kStepsApart) {
+    cache_->run_ended_.Wait(cache_->mutex_);
+  }
+  number_ = cache_->runs_++;
+  running.insert(number_);
+  oldest_ = *running.begin();
   const double half_life = double{1} * kCacheHalfLife * static_cast<double>(cache_->frames());
-  const uint64_t wave = cache_->steps_ % (uint64_t{1} << kWaveBits);
-  return {static_cast<uint32_t>(cache_->steps_ % kSteps),
-          static_cast<float>(static_cast<double>(cache_->uses_) / half_life),
-          static_cast<uint32_t>(wave << (kSourceBits + kRunBits))};
+  age_ = static_cast<double>(cache_->uses_) / half_life;
 }
 
-void PageCache::Use::Finish(uint64_t pages) const {
-  ++cache_->steps_;
+PageCache::Use::~Use() {
+  MutexLock lock(cache_->mutex_);
+  cache_->running_.erase(number_);
+  cache_->run_ended_.NotifyAll();
+}
+
+CacheClock PageCache::Use::clock(uint64_t first_run) const {
+  CHECK_LE(first_run, number_);
+  const uint64_t oldest =
+      number_ - first_run < kStepsApart ? std::min(oldest_, first_run) : oldest_;
+  const auto modulo = [](uint64_t number, uint32_t bits) {
+    return static_cast<uint32_t>(number % (uint64_t{1} << bits));
+  };
+  return {modulo(number_, kStepBits), modulo(oldest, kStepBits), static_cast<float>(age_),
+          modulo(first_run, kWaveBits) << (kSourceBits + kRunBits)};
+}
+
+void PageCache::Use::CountPages(uint64_t pages) const {
+  MutexLock lock(cache_->mutex_);
   cache_->uses_ += pages;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 
 #include "absl/status/statusor.h"
 #include "common/mutex.h"
@@ -19,24 +20,31 @@ namespace attnd::gpu {
 // Thread-safe.
 class PageCache {
  public:
-  // The cache for as long as one step uses it: others wait. The step must have ended before.
+  // The cache for one run of a step, from before it is launched until it has ended. Several steps
+  // may use it at once.
   class Use {
    public:
-    explicit Use(std::shared_ptr<PageCache> cache)
-        : cache_(std::move(cache)), lock_(cache_->step_mutex_) {}
+    // Waits while a run that came kStepsApart runs before this one has not ended.
+    explicit Use(std::shared_ptr<PageCache> cache);
+    ~Use();
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
 
     // `clock` is left to the step's writer.
     PageCacheRef ref() const { return cache_->ref_; }
-    // Of the step's first run; the same until Finish.
-    CacheClock clock() const ABSL_NO_THREAD_SAFETY_ANALYSIS;
-    // To be called when the step has ended. pages: those that it looked up.
-    void Finish(uint64_t pages) const ABSL_NO_THREAD_SAFETY_ANALYSIS;
+    // Of this run alone. Runs are numbered in the order in which they come.
+    uint64_t number() const { return number_; }
+    // first_run: the number of the first run of the same wave. What that one has found is spared,
+    // unless it was too long ago.
+    CacheClock clock(uint64_t first_run) const;
+    // To be called once, when the wave has its answers. pages: those that it looked up.
+    void CountPages(uint64_t pages) const;
 
    private:
     const std::shared_ptr<PageCache> cache_;
-    const MutexLock lock_;
+    uint64_t number_ = 0;
+    uint64_t oldest_ = 0;  // of the runs that had not ended when this one came
+    double age_ = 0;
   };
 
   // In all of `memory`, an allocation of the device's. The device's errors.
@@ -54,9 +62,11 @@ class PageCache {
   const Arena::Allocation memory_;
   const PageCacheRef ref_;
 
-  Mutex step_mutex_;
-  uint64_t steps_ ABSL_GUARDED_BY(step_mutex_) = 0;
-  uint64_t uses_ ABSL_GUARDED_BY(step_mutex_) = 0;  // of pages
+  Mutex mutex_;
+  CondVar run_ended_;
+  std::set<uint64_t> running_ ABSL_GUARDED_BY(mutex_);
+  uint64_t runs_ ABSL_GUARDED_BY(mutex_) = 0;  // so far
+  uint64_t uses_ ABSL_GUARDED_BY(mutex_) = 0;  // of pages
 };
 
 }  // namespace attnd::gpu

@@ -114,6 +114,7 @@ void DeviceStep::BeginWave(const WaveShape& shape) {
   }
   files_.Begin(until);
   wave_cache_.reset();
+  cache_use_.reset();
 }
 
 bool DeviceStep::IsLeftOver(uint32_t row) const {
@@ -348,16 +349,18 @@ std::shared_ptr<PageCache> DeviceStep::CacheOfWave() {
   return found;
 }
 
-CacheClock DeviceStep::ClockOfWave(const std::shared_ptr<PageCache>& cache,
-                                   const PageCache::Use& use) {
+void DeviceStep::UseCache() {
+  const std::shared_ptr<PageCache> cache = CacheOfWave();
+  if (cache == nullptr) return;
+  const PageCache::Use& use = cache_use_.emplace(cache);
   if (wave_cache_.lock() != cache) {
     wave_cache_ = cache;
-    wave_clock_ = use.clock();
+    wave_first_run_ = use.number();
     wave_runs_ = 0;
   }
-  CacheClock clock = wave_clock_;
+  CacheClock clock = use.clock(wave_first_run_);
   clock.filler |= wave_runs_++ << kSourceBits;
-  return clock;
+  writer_.SetCache(use.ref(), clock);
 }
 
 absl::StatusOr<StepRun> DeviceStep::WriteWave() {
@@ -377,15 +380,10 @@ absl::StatusOr<StepRun> DeviceStep::WriteWave() {
 
 absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
   ATTND_RETURN_IF_ERROR(CheckAlive(request_));
-  // Other steps that use the cache wait until this run has ended.
-  std::optional<PageCache::Use> cache;
-  if (auto found = CacheOfWave(); found != nullptr) {
-    cache.emplace(found);
-    writer_.SetCache(cache->ref(), ClockOfWave(found, *cache));
-  }
+  UseCache();
   if (writer_.shape().reads_files) {
-    if (!cache.has_value()) return FilePages::Outcome::kNoRoom;
-    ATTND_ASSIGN_OR_RETURN(const CarriedPages carried, files_.Carry(cache->ref()));
+    if (!cache_use_.has_value()) return FilePages::Outcome::kNoRoom;
+    ATTND_ASSIGN_OR_RETURN(const CarriedPages carried, files_.Carry(cache_use_->ref()));
     writer_.SetCarried(carried);
   }
   ATTND_ASSIGN_OR_RETURN(const StepRun run, WriteWave());
@@ -393,14 +391,13 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
   ATTND_RETURN_IF_ERROR(context_->RunStep(run));
   ATTND_RETURN_IF_ERROR(context_->AwaitStep(run));
   if (writer_.MissingCount(context_->results()) > 0) {
-    const PageCacheRef ref = cache->ref();
-    cache->Finish(0);
-    cache.reset();
+    const PageCacheRef ref = cache_use_->ref();
+    cache_use_.reset();
     uploader_.SetArrived();
     totals_.AddUnfinishedWave(writer_, context_->results());
     return BringMissing(ref);
   }
-  ATTND_RETURN_IF_ERROR(TakeResults(cache));
+  ATTND_RETURN_IF_ERROR(TakeResults());
   return FilePages::Outcome::kNoneMissed;
 }
 
@@ -420,7 +417,7 @@ absl::StatusOr<FilePages::Outcome> DeviceStep::BringMissing(const PageCacheRef& 
   return outcome;
 }
 
-absl::Status DeviceStep::TakeResults(const std::optional<PageCache::Use>& cache) {
+absl::Status DeviceStep::TakeResults() {
   // Before anything is counted: a wave that fails may be launched again.
   StageSeconds wave;
   if (timed_) {
@@ -429,7 +426,8 @@ absl::Status DeviceStep::TakeResults(const std::optional<PageCache::Use>& cache)
   uploader_.SetArrived();
   const uint64_t looked_up = totals_.pages().lookups;
   totals_.AddWave(writer_, context_->results(), out_is_clients_);
-  if (cache.has_value()) cache->Finish(totals_.pages().lookups - looked_up);
+  if (cache_use_.has_value()) cache_use_->CountPages(totals_.pages().lookups - looked_up);
+  cache_use_.reset();
   if (writer_.shape().reads_files) ++file_counts_.waves;
   if (!timed_) return absl::OkStatus();
   totals_.AddStages(writer_, wave);

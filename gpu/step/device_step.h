@@ -53,10 +53,10 @@ class DeviceStep {
 
   // Run in two parts. Prepare needs neither the rows' queries nor the tokens that they append: it
   // pins, plans, writes the input but for these, and launches the step behind a gate, where that
-  // can be. It makes no room on the device, uploads no segment and uses no cache of pages, as that
-  // may take a while. False: this step cannot be prepared, and nothing was launched. RunPrepared
-  // then answers the rows, as Run would, which have their queries, tokens and buffers by then.
-  // turn: whose ring opens the gate, too, if the step takes its turn; may be null.
+  // can be. It makes no room on the device and uploads no segment, as that may take a while. False:
+  // this step cannot be prepared, and nothing was launched. RunPrepared then answers the rows, as
+  // Run would, which have their queries, tokens and buffers by then. turn: whose ring opens the
+  // gate, too, if the step takes its turn; may be null.
   absl::StatusOr<bool> Prepare(const attention::ClientTurn* turn);
   // Whether the client's ring lets the step begin with the client's tokens, which nobody has looked
   // at. They count as on the device only once RunPrepared has answered the rows. It is asked for
@@ -110,16 +110,15 @@ class DeviceStep {
   absl::Status LaunchWave();
   // The cache of pages; null if the wave wants none or there is none.
   std::shared_ptr<PageCache> CacheOfWave();
-  // The wave's number in the cache, which is the same for all its runs while the cache is, with the
-  // number of the next run.
-  CacheClock ClockOfWave(const std::shared_ptr<PageCache>& cache, const PageCache::Use& use);
+  // Has the wave's next run use the cache that there is, if the wave wants one.
+  void UseCache();
   // Writes the wave's input but for its tokens, and gives the step that runs it.
   absl::StatusOr<StepRun> WriteWave();
   // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
   // is to run again, without the rows whose pages cannot be read; else its rows have their answers.
   absl::StatusOr<FilePages::Outcome> RunOnce();
   absl::StatusOr<FilePages::Outcome> BringMissing(const PageCacheRef& cache);
-  absl::Status TakeResults(const std::optional<PageCache::Use>& cache);
+  absl::Status TakeResults();
   void LeaveWaveOver(attention::Fallback why);
   void BeginWave(const WaveShape& shape);
   void LeaveOver(uint32_t row, attention::Fallback why);
@@ -142,11 +141,12 @@ class DeviceStep {
   std::vector<Row> rows_;  // of the request's rows; the writer points at their descriptions
   std::vector<Resident*> residents_;  // of the row that is being pinned
   FilePages files_;                   // of the wave
-  // The cache of the wave's last run, and the wave's number there; null before its first run.
+  // The cache of the wave's last run; null before its first run.
   std::weak_ptr<PageCache> wave_cache_;
-  CacheClock wave_clock_{};  // of its first run
-  uint32_t wave_runs_ = 0;   // with that cache
-  Uploader uploader_;        // behind all that work on the device uses
+  uint64_t wave_first_run_ = 0;              // with that cache: its number there
+  uint32_t wave_runs_ = 0;                   // likewise
+  std::optional<PageCache::Use> cache_use_;  // of the run that is under way
+  Uploader uploader_;                        // behind all that work on the device uses
   attention::BackendStats::Files file_counts_;
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;

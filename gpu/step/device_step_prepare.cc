@@ -29,15 +29,15 @@ DeviceStep::~DeviceStep() {
 absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   prepares_ = true;
   const WaveShape shape = WaveShapeOf(request_.rows.front(), request_.layer);
-  // Whoever uses the cache of pages has it until the step has ended.
-  if (shape.reads_files || store_->HasCache()) return false;
+  if (shape.reads_files) return false;  // it may have to run again
   BeginWave(shape);
   for (uint32_t row = 0; row < request_.rows.size(); ++row) {
     if (!(WaveShapeOf(request_.rows[row], request_.layer) == shape)) return false;
     ATTND_ASSIGN_OR_RETURN(const bool added, PrepareRow(row));
     if (!added) return false;
   }
-  if (writer_.off_device()) return false;  // there is a cache now
+  UseCache();
+  if (writer_.off_device() && !cache_use_.has_value()) return false;  // one is to be made first
   ATTND_ASSIGN_OR_RETURN(run_, WriteWave());
   context_->gate()->ring = nullptr;
   const bool has_ring = turn != nullptr && writer_.WriteTurn(*turn, context_->gate());
@@ -94,7 +94,7 @@ absl::Status DeviceStep::RunPrepared() {
   }
   ATTND_RETURN_IF_ERROR(ran);
   has_told_ = context_->has_told();
-  ATTND_RETURN_IF_ERROR(TakeResults(std::nullopt));
+  ATTND_RETURN_IF_ERROR(TakeResults());
   context_->counts()->steps_ahead.fetch_add(1, std::memory_order_relaxed);
   context_->counts()->steps_told.fetch_add(has_told_ ? 1 : 0, std::memory_order_release);
   return absl::OkStatus();

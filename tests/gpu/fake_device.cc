@@ -178,7 +178,6 @@ class FakeStream : public Stream {
     for (const auto& work : std::exchange(work_, {})) {
       if (!control_->broken_) work();
     }
-    control_->ReleaseCaches(this);
     const auto behind = std::exchange(control_->faults_.behind_answer, absl::StatusCode::kOk);
     if (behind == absl::StatusCode::kInternal) control_->broken_ = true;
     if (control_->broken_) return Fault();
@@ -222,7 +221,6 @@ class FakeStream : public Stream {
       --control_->faults_.launch;
     }
     timed_ = run.timed;
-    if (run.header.cache.set_count > 0) control_->TakeCache(run.header.cache, this);
     control_->kinds_.insert(KindOfStep(run));
     const StepGate* const gate = gate_;
     work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -265,11 +263,6 @@ class FakeStream : public Stream {
                            {control_->faults_.one_more_exact, control_->faults_.one_more_opened},
                            &control_->known_pages_),
           "");
-      if (header.missing_count != nullptr && *header.missing_count > 0) {
-        control_->missed_.insert(this);
-      } else {
-        control_->missed_.erase(this);
-      }
       Spoil(run.shape, step, control_->faults_);
       EXPECT_EQ(*header.signal.answered, 0u);
       EXPECT_EQ(*header.signal.blocks, 0u) << "of this step";
@@ -385,7 +378,7 @@ class FakeDevice : public Device {
     MutexLock lock(control_->mutex_);
     EXPECT_TRUE(Inside(control_->memory_, memory, bytes));
     if (control_->broken_) return Fault();
-    control_->cache_steps_.erase(memory);
+    control_->cache_runs_.erase(memory);
     std::memset(memory, 0, bytes);
     return absl::OkStatus();
   }

@@ -105,13 +105,9 @@ class FakeControl {
   }
   // Expects that a number names one page of one layer for ever: a cache would give other bytes.
   void CheckNumbers(const StepHeader& header) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The stream uses the cache until it has been synchronised; expects that no other does.
-  void TakeCache(const PageCacheRef& cache, const void* stream)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void ReleaseCaches(const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Fetches pages into the step's cache; expects that those found are what they are in host memory,
-  // and that the step has a number of its own, or, if it carries pages, the number of the run
-  // before it of the same wave; it may have that number, too, if that run has missed pages.
+  // that the run has a number of its own, and, if it carries pages, that it spares what the run
+  // before it of the same wave has found.
   void UseCache(const StepHeader& header, const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether all of it is host memory that is mapped, perhaps in several parts.
   bool Maps(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -141,11 +137,9 @@ class FakeControl {
   };
   std::map<uint64_t, NumberedPages> numbered_pages_ ABSL_GUARDED_BY(mutex_);
   KnownPages known_pages_ ABSL_GUARDED_BY(mutex_);
-  std::map<const void*, const void*> cache_users_ ABSL_GUARDED_BY(mutex_);  // streams, by the sets
-  std::map<const void*, uint32_t> cache_steps_ ABSL_GUARDED_BY(mutex_);  // last numbers, likewise
-  // Last numbers of streams, in whichever cache, and those whose last step has missed pages.
-  std::map<const void*, uint32_t> stream_steps_ ABSL_GUARDED_BY(mutex_);
-  std::set<const void*> missed_ ABSL_GUARDED_BY(mutex_);
+  // Numbers of runs, by the cache's sets; and the last numbers of streams, in whichever cache.
+  std::map<const void*, std::set<uint32_t>> cache_runs_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, uint32_t> stream_runs_ ABSL_GUARDED_BY(mutex_);
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;

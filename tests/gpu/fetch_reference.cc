@@ -17,6 +17,7 @@ std::string FetchSegment(const PageCacheRef& cache, uint32_t kv_heads, const Seg
     if (found.fetch) {
       NoteSource<HostMemory>(cache, *cache.clock, found, kFromHost);
       std::memcpy(frame, from, cache.page_bytes);
+      SetFilled<HostMemory>(cache, *cache.clock, segment.first_page + page, found.frame);
     } else if (std::memcmp(frame, from, cache.page_bytes) != 0) {
       return "page " + std::to_string(segment.first_page + page) + " was found with other bytes";
     }
@@ -82,6 +83,7 @@ const std::byte* FileLookUp::FindNumber(uint64_t page) {
   std::byte* const frame = cache.frames + uint64_t{found.frame} * cache.page_bytes;
   if (found.fetch) {
     std::memcpy(frame, came, cache.page_bytes);
+    SetFilled<HostMemory>(cache, *cache.clock, page, found.frame);
   } else if (known_ != nullptr && !known_->contains(page)) {
     wrong_ = "page " + std::to_string(page) + " was found and never came";
   } else {

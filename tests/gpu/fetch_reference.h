@@ -28,6 +28,7 @@ struct HostMemory {
   }
   static void Store(float* to, float value) { std::atomic_ref(*to).store(value); }
   static void Store(uint32_t* to, uint32_t value) { std::atomic_ref(*to).store(value); }
+  static void Store(uint64_t* to, uint64_t value) { std::atomic_ref(*to).store(value); }
   static uint32_t Swap(uint32_t* at, uint32_t from, uint32_t to) {
     std::atomic_ref(*at).compare_exchange_strong(from, to);
     return from;

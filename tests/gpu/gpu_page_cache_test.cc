@@ -29,8 +29,9 @@ using attention::test::TestRow;
 using attention::test::TestSeed;
 using attention::test::TestSequence;
 
-std::unique_ptr<Backend> MakeGpu(uint64_t page_memory_bytes) {
+std::unique_ptr<Backend> MakeGpu(uint64_t page_memory_bytes, uint32_t streams = 2) {
   CudaBackendOptions options = SmallOptions();
+  options.streams = streams;
   options.device_memory_bytes = uint64_t{1} << 30;
   options.scratch_bytes = uint64_t{64} << 20;
   options.page_memory_bytes = page_memory_bytes;
@@ -166,6 +167,43 @@ TEST_P(GpuPageCache, ThreadsShareIt) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(paged->stats().fallback_steps, 0u);
+}
+
+// Each thread has a step wait behind its gate while the others change the cache.
+TEST_P(GpuPageCache, PreparedStepsShareIt) {
+  constexpr uint32_t kThreads = 3, kSteps = 60;
+  const auto resident = MakeGpu(0);
+  SKIP_WITHOUT_GPU(resident);
+  std::vector<TestSequence> sequences;
+  uint64_t bytes = 0;
+  for (uint32_t t = 0; t < kThreads; ++t) {
+    sequences.push_back(Make(20 + t));
+    bytes += PageBytes(sequences.back());
+  }
+  const auto paged = MakeGpu(bytes / 6, /*streams=*/2 * kThreads);
+  ASSERT_NE(paged, nullptr);
+  std::vector<std::thread> threads;
+  for (uint32_t t = 0; t < kThreads; ++t) {
+    const std::vector<std::vector<TestRow>> rows = {Rows(&sequences[t], 0, TestSeed()),
+                                                    Rows(&sequences[t], 0, TestSeed() + 9)};
+    threads.emplace_back([&, rows] {
+      const StepResult expected[] = {RunStep(resident.get(), 0, rows[0]),
+                                     RunStep(resident.get(), 0, rows[1])};
+      for (uint32_t step = 0; step < kSteps; ++step) {
+        const uint32_t i = step % 2;
+        const auto prepared = attention::test::PrepareStep(paged.get(), 0, rows[i]);
+        ExpectSame(attention::test::RunPrepared(paged.get(), 0, rows[i], prepared.get()),
+                   expected[i]);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const auto stats = paged->stats();
+  EXPECT_GT(stats.steps_ahead, kSteps);
+  EXPECT_GT(stats.cache.fetched, 0u);
+  EXPECT_EQ(stats.fallback_steps, 0u);
+  std::printf("%llu of %u steps ahead\n", static_cast<unsigned long long>(stats.steps_ahead),
+              kThreads * kSteps);
 }
 
 // Segments in files: with a cache of all pages, of a third, and of so few that pages are read where

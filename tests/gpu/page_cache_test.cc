@@ -41,7 +41,10 @@ class PageCacheLookUp : public testing::Test {
 
   FoundFrame Find(uint64_t page) {
     const FoundFrame found = FindFrame<HostMemory>(ref_, clock_, page);
-    if (found.fetch) content_[found.frame] = page;
+    if (found.fetch) {
+      content_[found.frame] = page;
+      SetFilled<HostMemory>(ref_, clock_, page, found.frame);
+    }
     return found;
   }
   // Pages of these two sets, one more than they hold.
@@ -55,7 +58,7 @@ class PageCacheLookUp : public testing::Test {
     return pages;
   }
   void NextStep(double age = 0.01) {
-    clock_.step = (clock_.step + 1) % (1u << kStepBits);
+    clock_.step = clock_.oldest = (clock_.step + 1) % (1u << kStepBits);
     clock_.age += static_cast<float>(age);
   }
 
@@ -159,13 +162,19 @@ TEST_F(PageCacheLookUp, ThreadsOfAStepAgree) {
       for (const auto& [page, frame] : of_thread) {
         if (frame.frame == kNoFrame) continue;
         if (frame.fetch) ++fetches[frame.frame];
-        const CacheSet& set = sets_[frame.frame / kCacheWays];
-        EXPECT_EQ(set.owners[frame.frame % kCacheWays], page << kStepBits | clock_.step);
+        const FrameOwner owner = FrameOwner::Of(*OwnerWordOf(ref_, frame.frame));
+        EXPECT_EQ(owner.page, page);
+        EXPECT_EQ(owner.step, clock_.step);
+      }
+    }
+    for (const auto& of_thread : found) {
+      for (const auto& [page, frame] : of_thread) {
+        if (frame.fetch) SetFilled<HostMemory>(ref_, clock_, page, frame.frame);
       }
     }
     for (uint32_t frame = 0; frame < kFrames; ++frame) {  // one thread fills what has changed
       const auto owner = [&](const std::vector<CacheSet>& sets) {
-        return sets[frame / kCacheWays].owners[frame % kCacheWays] >> kStepBits;
+        return FrameOwner::Of(sets[frame / kCacheWays].owners[frame % kCacheWays]).page;
       };
       EXPECT_EQ(fetches[frame], owner(before) == owner(sets_) ? 0u : 1u) << "frame " << frame;
     }
@@ -196,10 +205,12 @@ TEST_F(PageCacheLookUp, ARunKnowsWhatEarlierRunsBrought) {
   const auto look = [&](uint64_t page, PageSource at_hand) {
     const FoundFrame found = FindFrame<HostMemory>(ref_, clock_, page, at_hand != kFromCache);
     EXPECT_NE(found.frame, kNoFrame);
-    return NoteSource<HostMemory>(ref_, clock_, found, at_hand);
+    const PageSource source = NoteSource<HostMemory>(ref_, clock_, found, at_hand);
+    if (found.fetch) SetFilled<HostMemory>(ref_, clock_, page, found.frame);
+    return source;
   };
   const auto begin = [&](uint32_t wave, uint32_t run) {
-    clock_.step = wave;
+    clock_.step = clock_.oldest = wave;
     clock_.filler = wave << (kSourceBits + kRunBits) | run << kSourceBits;
   };
   begin(1, 0);

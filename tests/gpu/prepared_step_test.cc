@@ -234,6 +234,50 @@ TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
   EXPECT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
 }
 
+// Over a cache of pages, too, while others use and change it; also one in vain, which looks pages
+// up for queries of zeros.
+TEST(PreparedStep, StepsOverACacheArePrepared) {
+  CudaBackendOptions options = OfPages(2 * kFewPages);
+  options.timed_steps = 0;
+  const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
+  TestSequence sequence = HostSequence(0, attention::kTreeIndexes);
+  TestSequence other = HostSequence(1, attention::kTreeIndexes);
+  for (uint32_t round = 0; round < 3; ++round) {
+    const uint32_t layer = round % 2;
+    const std::vector<TestRow> rows = {LastToken(&sequence, "error-target", layer)};
+    const std::vector<TestRow> others = {LastToken(&other, "error-target", layer)};
+    RunStep(fake.backend.get(), layer, rows);  // is there already when the cache is made
+    const StepResult of_others = RunStep(fake.backend.get(), layer, others);
+    const StepResult expected = RunStep(fake.backend.get(), layer, rows);
+    EXPECT_GT(fake.backend->stats().cache.bytes, 0u);
+    auto prepared = PrepareStep(fake.backend.get(), layer, rows);
+    ASSERT_NE(prepared, nullptr);
+    ExpectSameRows(RunStep(fake.backend.get(), layer, others), of_others);
+    if (round == 1) {
+      prepared.reset();
+      prepared = PrepareStep(fake.backend.get(), layer, rows);
+      ASSERT_NE(prepared, nullptr);
+    }
+    ExpectSameRows(RunPrepared(fake.backend.get(), layer, rows, prepared.get()), expected);
+    EXPECT_TRUE(Agree(RunStep(fake.backend.get(), layer, rows),
+                      RunStep(MakeCpu().get(), layer, rows), rows));
+  }
+  EXPECT_EQ(fake.backend->stats().steps_ahead, 3u);
+  EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
+}
+
+// What would make the cache is not done ahead.
+TEST(PreparedStep, WithoutTheCacheThatItWantsNothingIsPrepared) {
+  CudaBackendOptions options = OfPages(kFewPages);
+  options.timed_steps = 0;
+  const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
+  TestSequence sequence = HostSequence(0, attention::kTreeIndexes);
+  const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
+  EXPECT_EQ(PrepareStep(fake.backend.get(), 0, rows), nullptr);
+  EXPECT_EQ(fake.backend->stats().cache.bytes, 0u);
+}
+
 TEST(PreparedStep, TimedStepsAreNotPrepared) {
   CudaBackendOptions options = PreparingOptions();
   options.timed_steps = 4;

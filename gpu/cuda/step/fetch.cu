@@ -37,6 +37,9 @@ struct DeviceMemory {
   static __device__ __forceinline__ void Store(uint32_t* to, uint32_t value) {
     *static_cast<volatile uint32_t*>(to) = value;
   }
+  static __device__ __forceinline__ void Store(uint64_t* to, uint64_t value) {
+    *static_cast<volatile uint64_t*>(to) = value;
+  }
   static __device__ __forceinline__ uint64_t Swap(uint64_t* at, uint64_t from, uint64_t to) {
     static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
     return atomicCAS(reinterpret_cast<unsigned long long*>(at), from, to);
@@ -134,6 +137,11 @@ __device__ __forceinline__ void FetchTokens(const StepHeader& step, const CacheC
     const uint32_t frame = __shfl_sync(~0u, found.frame, leader);
     CopyPage(reinterpret_cast<const std::byte*>(from),
              cache.frames + uint64_t{frame} * cache.page_bytes, cache.page_bytes);
+  }
+  if (missed != 0) {
+    __threadfence();  // each lane has a part of each page
+    __syncwarp();
+    if (found.fetch) SetFilled<DeviceMemory>(cache, clock, page.number, found.frame);
   }
   const int leader = 31 - __clz(static_cast<int>(leaders & (~0u >> (31 - lane))));
   const uint32_t frame = __shfl_sync(~0u, found.frame, max(leader, 0));
