@@ -45,8 +45,8 @@ class DeviceCachePool : public PagePool {
       held_[frame] = page;
       resident_[page] = true;
     }
-    clock_.step = (clock_.step + 1) % (uint32_t{1} << gpu::kStepBits);
-    clock_.oldest = clock_.step;
+    clock_.run = (clock_.run + 1) % (uint32_t{1} << gpu::kNumberBits);
+    clock_.oldest = clock_.run;
     uses_ += step.pages.size();
     const double half_life = double{1} * gpu::kCacheHalfLife * static_cast<double>(held_.size());
     clock_.age = static_cast<float>(static_cast<double>(uses_) / half_life);

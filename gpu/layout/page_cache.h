@@ -12,19 +12,20 @@
 // of kCacheChoices sets, which the page's number decides. So there is no table of pages, no list of
 // frames and no address to be corrected when a segment dies: its numbers are never asked for again,
 // and its frames age. What a frame holds is said in one place, its owner word, which changes by
-// compare and swap alone.
+// compare and swap, but for the one store that says that the page has come.
 //
-// Which page goes: of these sets, the one of least worth that no running step uses. Each step in
-// which a page is used adds one to its worth, and a worth halves in the time in which
-// kCacheHalfLife times the cache's pages are used: LFU with ageing among the frames of the sets
-// (docs/research/PAGE_POOL.md, "On a GPU"; in its pool a page keeps its worth when it goes, here it
-// starts anew).
+// A wave of a step runs once, or, if it reads files, until it has all of its pages. Several runs
+// may use the cache at once. Runs are numbered in the order in which they come, and an owner word
+// has the greatest number of those that have used the frame. So a frame that a run reads has no
+// lesser number than that run, and whoever evicts spares all numbers from the oldest run's on that
+// has not ended. A frame that another run is still filling is read by nobody else: the page is then
+// read where it lies.
 //
-// Several steps may use the cache at once. Steps are numbered in the order in which they come, and
-// an owner word has the greatest number of those that have used the frame. So a frame of a running
-// step has no lesser number than that step, and whoever evicts spares all numbers from the oldest
-// running step's on. A frame that another step is still filling is read by nobody else: the page is
-// then read where it lies.
+// Which page goes: of these sets, the one of least worth that is not spared. A wave that uses a
+// page adds one to its worth, unless a later run has used it already; and a worth halves in the
+// time in which kCacheHalfLife times the cache's pages are used: LFU with ageing among the frames
+// of the sets (docs/research/PAGE_POOL.md, "On a GPU"; in its pool a page keeps its worth when it
+// goes, here it starts anew).
 #ifndef ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 #define ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 
@@ -56,36 +57,39 @@ inline constexpr uint32_t kCachedToken = uint32_t{1} << 31;
 inline constexpr uint32_t kFramesMax = uint32_t{1} << 27;
 // Page numbers begin at 1 and end below 2^47; no two segments share one.
 inline constexpr uint64_t kPageNumbersEnd = uint64_t{1} << 47;
-// Steps are counted modulo 2^16. Numbers of steps that run at once lie less than kStepsApart
-// apart, and a step's number less than that behind the oldest one that it spares.
-inline constexpr uint32_t kStepBits = 16;
-inline constexpr uint32_t kStepsApart = 1024;
-ATTND_ON_DEVICE uint32_t StepsFrom(uint32_t first, uint32_t step) {
-  return (step - first) & ((1u << kStepBits) - 1);
+// Runs are counted modulo 2^16. Numbers of runs that have not ended lie less than kRunsApart apart,
+// and so does a run's from the oldest one that it spares.
+//
+// The number of a frame that nobody has used for a whole round may look like a later run's. For a
+// run from which it lies less than kRunsApart ahead it does, and that run leaves it as it is; so
+// frames are spared up to 3 * kRunsApart from the oldest run on, and no run puts its own number in
+// the place of one that lies less than 2 * kRunsApart ahead of it.
+inline constexpr uint32_t kNumberBits = 16;
+inline constexpr uint32_t kRunsApart = 1024;
+ATTND_ON_DEVICE uint32_t RunsFrom(uint32_t first, uint32_t run) {
+  return (run - first) & ((1u << kNumberBits) - 1);
 }
 
-// What an owner word says: which page a frame has, the greatest number of a step that used it, and
+// What an owner word says: which page a frame has, the greatest number of a run that used it, and
 // whether the page's bytes are there.
 struct FrameOwner {
   uint64_t page;  // 0: none, and the word is 0
-  uint32_t step;
+  uint32_t run;
   bool filled;
 
   static ATTND_ON_DEVICE FrameOwner Of(uint64_t word) {
-    return {word >> (kStepBits + 1), static_cast<uint32_t>(word) & ((1u << kStepBits) - 1),
-            (word >> kStepBits & 1) != 0};
+    return {word >> (kNumberBits + 1), static_cast<uint32_t>(word) & ((1u << kNumberBits) - 1),
+            (word >> kNumberBits & 1) != 0};
   }
   ATTND_ON_DEVICE uint64_t Word() const {
-    return page << (kStepBits + 1) | uint64_t{filled} << kStepBits | step;
+    return page << (kNumberBits + 1) | uint64_t{filled} << kNumberBits | run;
   }
 };
 
 // A set's frames follow one another: frame = set * kCacheWays + way.
 struct CacheSet {
-  // FrameOwner's words. A page that was last used a whole round of numbers ago counts as used now,
-  // which keeps it for 2 * kStepsApart steps of 2^16.
-  uint64_t owners[kCacheWays];
-  float worths[kCacheWays];  // log2
+  uint64_t owners[kCacheWays];  // FrameOwner's words
+  float worths[kCacheWays];     // log2
   // Who filled the frame: CacheClock::filler | a PageSource; 0: nobody.
   uint32_t fillers[kCacheWays];
 };
@@ -105,12 +109,14 @@ ATTND_ON_DEVICE bool IsCarried(PageSource source) {
 inline constexpr uint32_t kSourceBits = 2, kRunBits = 8, kWaveBits = 22;
 static_assert(kSourceBits + kRunBits + kWaveBits == 32);
 
-// Comes with each step, whose header is the same from step to step.
+// Comes with each run, whose header is the same from step to step.
 struct CacheClock {
-  uint32_t step;    // modulo 2^kStepBits
-  uint32_t oldest;  // likewise: what steps from this one on have used is spared
+  uint32_t run;     // its number, modulo 2^kNumberBits
+  uint32_t first;   // that of the wave's first run
+  uint32_t oldest;  // what runs from this one on have used is spared
   float age;        // half-lives since the cache began: log2 of what a use is worth now
   uint32_t filler;  // the wave, modulo 2^kWaveBits, and its run; the source is 0
+  uint32_t looks;   // 1: it takes no frame
 };
 
 struct PageCacheRef {
@@ -181,11 +187,11 @@ ATTND_ON_DEVICE uint64_t* OwnerWordOf(const PageCacheRef& cache, uint32_t frame)
   return &cache.sets[frame / kCacheWays].owners[frame % kCacheWays];
 }
 
-// The frame of a page, until the step has ended: nobody evicts what a running step uses. Any thread
-// of any running step may ask. The page is in the frame when the step's fetch stage has ended.
-// may_take: whether the page's bytes are at hand, so that it may take a frame if it is not in the
-// cache; without them the look-up only looks. Two threads that ask for one page at once may fill
-// two frames, which is a waste and no fault. Memory::Load(address) reads what others may change,
+// The frame of a page, until the run has ended: nobody evicts what it has found. Any thread of any
+// run may ask. The page is in the frame when the run's fetch stage has ended. may_take: whether the
+// page's bytes are at hand, so that it may take a frame if it is not in the cache; without them the
+// look-up only looks. Two threads that ask for one page at once may fill two frames, which is a
+// waste and no fault. Memory::Load(address) reads what others may change,
 // Memory::Store(address, value) changes it, Memory::Swap(address, from, to) sets `to` if `from` is
 // there, and returns what was there.
 template <typename Memory>
@@ -211,10 +217,9 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
           hit_word = word;
           hit_worth = worth;
         }
-        const bool in_use =
-            owner.page != 0 && StepsFrom(clock.oldest, owner.step) < 2 * kStepsApart;
+        const bool spared = owner.page != 0 && RunsFrom(clock.oldest, owner.run) < 3 * kRunsApart;
         const float own = owner.page == 0 ? -INFINITY : worth;
-        if (!in_use && (victim == kNoFrame || own < least)) {
+        if (!spared && (victim == kNoFrame || own < least)) {
           victim = frame;
           victim_word = word;
           least = own;
@@ -223,16 +228,22 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
     }
     if (hit != kNoFrame) {
       FrameOwner owner = FrameOwner::Of(hit_word);
-      if (!owner.filled && owner.step != clock.step) break;  // by another step
-      if (StepsFrom(clock.step, owner.step) < kStepsApart) return {hit, false};
-      owner.step = clock.step;
+      if (!owner.filled && owner.run != clock.run) break;  // another run fills it
+      const uint32_t ahead = RunsFrom(clock.run, owner.run);
+      if (ahead < kRunsApart) return {hit, false};
+      // Of the round before; another run may take it for a later one's.
+      if (ahead < 2 * kRunsApart) break;
+      const bool is_waves_first = RunsFrom(clock.first, owner.run) >= kRunsApart;
+      owner.run = clock.run;
       const uint64_t before = Memory::Swap(OwnerWordOf(cache, hit), hit_word, owner.Word());
       if (before != hit_word && before != owner.Word()) continue;
-      if (before == hit_word) Memory::Store(worth_of(hit), WorthAfterUse(hit_worth, clock.age));
+      if (before == hit_word && is_waves_first) {
+        Memory::Store(worth_of(hit), WorthAfterUse(hit_worth, clock.age));
+      }
       return {hit, false};
     }
-    if (!may_take || victim == kNoFrame) break;  // running steps use all frames of the sets
-    const FrameOwner taken = {page, clock.step, false};
+    if (!may_take || clock.looks != 0 || victim == kNoFrame) break;
+    const FrameOwner taken = {page, clock.run, false};
     if (Memory::Swap(OwnerWordOf(cache, victim), victim_word, taken.Word()) == victim_word) {
       Memory::Store(worth_of(victim), clock.age);
       return {victim, true};
@@ -241,11 +252,11 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
   return {kNoFrame, false};
 }
 
-// To be called when a frame that the step had to fill has the page's bytes, for all to see.
+// To be called when a frame that the run had to fill has the page's bytes, for all to see.
 template <typename Memory>
 ATTND_ON_DEVICE void SetFilled(const PageCacheRef& cache, const CacheClock& clock, uint64_t page,
                                uint32_t frame) {
-  const FrameOwner owner = {page, clock.step, true};
+  const FrameOwner owner = {page, clock.run, true};
   Memory::Store(OwnerWordOf(cache, frame), owner.Word());  // nobody else changes it till then
 }
 

@@ -4,8 +4,10 @@
 #include <glog/logging.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
+#include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "gpu/layout/memory_split.h"
@@ -33,17 +35,34 @@ absl::StatusOr<std::shared_ptr<PageCache>> PageCache::Create(Device* device,
   return std::shared_ptr<PageCache>(new PageCache(std::move(memory), ref));
 }
 
-PageCache::Use::Use(std::shared_ptr<PageCache> cache) : cache_(std::move(cache)) {
-  MutexLock lock(cache_->mutex_);
-  std::set<uint64_t>& running = cache_->running_;
-  while (!running.empty() && cache_->runs_ - *running.begin() >= kStepsApart) {
-    cache_->run_ended_.Wait(cache_->mutex_);
+std::unique_ptr<const PageCache::Use> PageCache::NextRun(const std::shared_ptr<PageCache>& cache) {
+  std::set<uint64_t>& running = cache->running_;
+  if (!running.empty() && cache->runs_ - *running.begin() >= kRunsApart) return nullptr;
+  const uint64_t number = cache->runs_++;
+  running.insert(number);
+  const double half_life = double{1} * kCacheHalfLife * static_cast<double>(cache->frames());
+  return absl::WrapUnique(
+      new Use(cache, number, *running.begin(), static_cast<double>(cache->uses_) / half_life));
+}
+
+std::unique_ptr<const PageCache::Use> PageCache::Use::BeginAtOnce(
+    std::shared_ptr<PageCache> cache) {
+  MutexLock lock(cache->mutex_);
+  return NextRun(cache);
+}
+
+absl::StatusOr<std::unique_ptr<const PageCache::Use>> PageCache::Use::Begin(
+    std::shared_ptr<PageCache> cache, absl::FunctionRef<absl::Status()> alive) {
+  constexpr std::chrono::microseconds kPoll{2000};
+  while (true) {
+    {
+      MutexLock lock(cache->mutex_);
+      auto use = NextRun(cache);
+      if (use != nullptr) return use;
+      cache->run_ended_.WaitFor(cache->mutex_, kPoll);
+    }
+    ATTND_RETURN_IF_ERROR(alive());
   }
-  number_ = cache_->runs_++;
-  running.insert(number_);
-  oldest_ = *running.begin();
-  const double half_life = double{1} * kCacheHalfLife * static_cast<double>(cache_->frames());
-  age_ = static_cast<double>(cache_->uses_) / half_life;
 }
 
 PageCache::Use::~Use() {
@@ -54,13 +73,16 @@ PageCache::Use::~Use() {
 
 CacheClock PageCache::Use::clock(uint64_t first_run) const {
   CHECK_LE(first_run, number_);
-  const uint64_t oldest =
-      number_ - first_run < kStepsApart ? std::min(oldest_, first_run) : oldest_;
+  const uint64_t oldest = number_ - first_run < kRunsApart ? std::min(oldest_, first_run) : oldest_;
   const auto modulo = [](uint64_t number, uint32_t bits) {
     return static_cast<uint32_t>(number % (uint64_t{1} << bits));
   };
-  return {modulo(number_, kStepBits), modulo(oldest, kStepBits), static_cast<float>(age_),
-          modulo(first_run, kWaveBits) << (kSourceBits + kRunBits)};
+  return {.run = modulo(number_, kNumberBits),
+          .first = modulo(first_run, kNumberBits),
+          .oldest = modulo(oldest, kNumberBits),
+          .age = static_cast<float>(age_),
+          .filler = modulo(first_run, kWaveBits) << (kSourceBits + kRunBits),
+          .looks = 0};
 }
 
 void PageCache::Use::CountPages(uint64_t pages) const {

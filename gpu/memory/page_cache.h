@@ -8,7 +8,10 @@
 #include <cstdint>
 #include <memory>
 #include <set>
+#include <utility>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/mutex.h"
 #include "gpu/device/device.h"
@@ -20,19 +23,23 @@ namespace attnd::gpu {
 // Thread-safe.
 class PageCache {
  public:
-  // The cache for one run of a step, from before it is launched until it has ended. Several steps
-  // may use it at once.
+  // The cache for one run of a wave, from before it is launched until it has ended. Several may use
+  // it at once.
   class Use {
    public:
-    // Waits while a run that came kStepsApart runs before this one has not ended.
-    explicit Use(std::shared_ptr<PageCache> cache);
+    // Waits while a run that came kRunsApart runs before this one has not ended, or until `alive`,
+    // which is asked now and then, says no.
+    static absl::StatusOr<std::unique_ptr<const Use>> Begin(
+        std::shared_ptr<PageCache> cache, absl::FunctionRef<absl::Status()> alive);
+    // Null if it would have to wait.
+    static std::unique_ptr<const Use> BeginAtOnce(std::shared_ptr<PageCache> cache);
     ~Use();
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
 
     // `clock` is left to the step's writer.
     PageCacheRef ref() const { return cache_->ref_; }
-    // Of this run alone. Runs are numbered in the order in which they come.
+    // Runs are numbered in the order in which they come.
     uint64_t number() const { return number_; }
     // first_run: the number of the first run of the same wave. What that one has found is spared,
     // unless it was too long ago.
@@ -41,10 +48,14 @@ class PageCache {
     void CountPages(uint64_t pages) const;
 
    private:
+    friend class PageCache;
+    Use(std::shared_ptr<PageCache> cache, uint64_t number, uint64_t oldest, double age)
+        : cache_(std::move(cache)), number_(number), oldest_(oldest), age_(age) {}
+
     const std::shared_ptr<PageCache> cache_;
-    uint64_t number_ = 0;
-    uint64_t oldest_ = 0;  // of the runs that had not ended when this one came
-    double age_ = 0;
+    const uint64_t number_;
+    const uint64_t oldest_;  // of the runs that had not ended when this one came
+    const double age_;
   };
 
   // In all of `memory`, an allocation of the device's. The device's errors.
@@ -61,6 +72,10 @@ class PageCache {
 
   const Arena::Allocation memory_;
   const PageCacheRef ref_;
+
+  // Null if a run that has not ended is too far behind.
+  static std::unique_ptr<const Use> NextRun(const std::shared_ptr<PageCache>& cache)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(cache->mutex_);
 
   Mutex mutex_;
   CondVar run_ended_;

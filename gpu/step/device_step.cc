@@ -349,18 +349,26 @@ std::shared_ptr<PageCache> DeviceStep::CacheOfWave() {
   return found;
 }
 
-void DeviceStep::UseCache() {
+absl::Status DeviceStep::UseCache() {
+  cache_use_.reset();
   const std::shared_ptr<PageCache> cache = CacheOfWave();
-  if (cache == nullptr) return;
-  const PageCache::Use& use = cache_use_.emplace(cache);
+  if (cache == nullptr) return absl::OkStatus();
+  if (prepares_) {
+    cache_use_ = PageCache::Use::BeginAtOnce(cache);
+    if (cache_use_ == nullptr) return absl::OkStatus();
+  } else {
+    ATTND_ASSIGN_OR_RETURN(cache_use_,
+                           PageCache::Use::Begin(cache, [this] { return CheckAlive(request_); }));
+  }
   if (wave_cache_.lock() != cache) {
     wave_cache_ = cache;
-    wave_first_run_ = use.number();
+    wave_first_run_ = cache_use_->number();
     wave_runs_ = 0;
   }
-  CacheClock clock = use.clock(wave_first_run_);
+  CacheClock clock = cache_use_->clock(wave_first_run_);
   clock.filler |= wave_runs_++ << kSourceBits;
-  writer_.SetCache(use.ref(), clock);
+  writer_.SetCache(cache_use_->ref(), clock);
+  return absl::OkStatus();
 }
 
 absl::StatusOr<StepRun> DeviceStep::WriteWave() {
@@ -380,9 +388,9 @@ absl::StatusOr<StepRun> DeviceStep::WriteWave() {
 
 absl::StatusOr<FilePages::Outcome> DeviceStep::RunOnce() {
   ATTND_RETURN_IF_ERROR(CheckAlive(request_));
-  UseCache();
+  ATTND_RETURN_IF_ERROR(UseCache());
   if (writer_.shape().reads_files) {
-    if (!cache_use_.has_value()) return FilePages::Outcome::kNoRoom;
+    if (cache_use_ == nullptr) return FilePages::Outcome::kNoRoom;
     ATTND_ASSIGN_OR_RETURN(const CarriedPages carried, files_.Carry(cache_use_->ref()));
     writer_.SetCarried(carried);
   }
@@ -426,7 +434,7 @@ absl::Status DeviceStep::TakeResults() {
   uploader_.SetArrived();
   const uint64_t looked_up = totals_.pages().lookups;
   totals_.AddWave(writer_, context_->results(), out_is_clients_);
-  if (cache_use_.has_value()) cache_use_->CountPages(totals_.pages().lookups - looked_up);
+  if (cache_use_ != nullptr) cache_use_->CountPages(totals_.pages().lookups - looked_up);
   cache_use_.reset();
   if (writer_.shape().reads_files) ++file_counts_.waves;
   if (!timed_) return absl::OkStatus();

@@ -110,8 +110,9 @@ class DeviceStep {
   absl::Status LaunchWave();
   // The cache of pages; null if the wave wants none or there is none.
   std::shared_ptr<PageCache> CacheOfWave();
-  // Has the wave's next run use the cache that there is, if the wave wants one.
-  void UseCache();
+  // Has the wave's next run use the cache that there is, if the wave wants one. A step that is
+  // prepared goes without where it would have to wait.
+  absl::Status UseCache();
   // Writes the wave's input but for its tokens, and gives the step that runs it.
   absl::StatusOr<StepRun> WriteWave();
   // Runs the wave once. If pages are missing, the host brings them, without the cache, and the wave
@@ -143,10 +144,10 @@ class DeviceStep {
   FilePages files_;                   // of the wave
   // The cache of the wave's last run; null before its first run.
   std::weak_ptr<PageCache> wave_cache_;
-  uint64_t wave_first_run_ = 0;              // with that cache: its number there
-  uint32_t wave_runs_ = 0;                   // likewise
-  std::optional<PageCache::Use> cache_use_;  // of the run that is under way
-  Uploader uploader_;                        // behind all that work on the device uses
+  uint64_t wave_first_run_ = 0;                      // with that cache: its number there
+  uint32_t wave_runs_ = 0;                           // likewise
+  std::unique_ptr<const PageCache::Use> cache_use_;  // of the run that is under way
+  Uploader uploader_;                                // behind all that work on the device uses
   attention::BackendStats::Files file_counts_;
   bool prepares_ = false;  // the tokens that rows append are not there yet
   Launched launched_ = Launched::kNot;

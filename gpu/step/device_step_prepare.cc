@@ -36,13 +36,18 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
     ATTND_ASSIGN_OR_RETURN(const bool added, PrepareRow(row));
     if (!added) return false;
   }
-  UseCache();
-  if (writer_.off_device() && !cache_use_.has_value()) return false;  // one is to be made first
+  ATTND_RETURN_IF_ERROR(UseCache());
+  if (writer_.off_device() && cache_use_ == nullptr)
+    return false;  // Run makes one, or does without
   ATTND_ASSIGN_OR_RETURN(run_, WriteWave());
   context_->gate()->ring = nullptr;
   const bool has_ring = turn != nullptr && writer_.WriteTurn(*turn, context_->gate());
   ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run_));
-  if (waits) launched_ = Launched::kWaits;
+  if (waits) {
+    launched_ = Launched::kWaits;
+  } else {
+    cache_use_.reset();
+  }
   takes_turn_ = waits && has_ring;
   out_is_clients_ = takes_turn_ && turn->out != nullptr;
   return true;
@@ -90,6 +95,7 @@ absl::Status DeviceStep::RunPrepared() {
   const absl::Status ran = context_->AwaitStep(run_);
   if (absl::IsResourceExhausted(ran) && !may_have_told_) {  // the device's own; it goes on
     LeaveWaveOver(attention::Fallback::kScratch);
+    cache_use_.reset();
     return absl::OkStatus();
   }
   ATTND_RETURN_IF_ERROR(ran);

@@ -3,10 +3,10 @@
 // FilePages: the pages of files that a wave reads and the device lacks.
 //
 // A wave that reads files runs, lists the pages that are in files and neither in the device's cache
-// of pages nor carried, and runs again when the host has brought them, until it lists none. All
-// runs of a wave have one number in the cache (device_step.cc), so that none evicts what another
-// has found. The host holds no lock of the cache while it waits for a disk, so that other steps do
-// not wait with it. These may evict what the wave has found, which its next run then lists.
+// of pages nor carried, and runs again when the host has brought them, until it lists none. A later
+// run of a wave spares what the first one has found (PageCache::Use). While the host waits for a
+// disk the wave does not use the cache: other steps may evict what it has found, which its next run
+// then lists.
 //
 // A page that was brought is carried by all later runs, wherever it lies besides. If there is no
 // room to carry more, the pages that the last run has carried are forgotten: most are in the cache

@@ -127,15 +127,23 @@ bool FakeControl::Maps(const void* address, uint64_t bytes) const {
   return true;
 }
 
+void FakeControl::TakeCache(const StepRun& run, const void* stream) {
+  const PageCacheRef& cache = run.header.cache;
+  const auto at = reinterpret_cast<const std::byte*>(cache.clock) - run.device_input;
+  cache_users_[stream] = {cache.sets, reinterpret_cast<const CacheClock*>(run.input + at)->run};
+}
+
 void FakeControl::UseCache(const StepHeader& header, const void* stream) {
   const CacheClock& clock = *header.cache.clock;
-  EXPECT_TRUE(cache_runs_[header.cache.sets].insert(clock.step).second)
+  const auto spares = [&](uint32_t run) { return RunsFrom(clock.oldest, run) < 2 * kRunsApart; };
+  EXPECT_TRUE(cache_runs_[header.cache.sets].insert(clock.run).second)
       << "two runs over a cache of pages have one number";
-  if (header.carried != nullptr && header.carried->count > 0) {
-    const uint32_t before = StepsFrom(clock.oldest, stream_runs_[stream]);
-    EXPECT_LT(before, kStepsApart) << "a wave may evict what it has found";
+  for (const auto& [user, of_run] : cache_users_) {
+    const auto& [cache, run] = of_run;
+    EXPECT_TRUE(cache != header.cache.sets || spares(run)) << "run " << run << " has not ended";
   }
-  stream_runs_[stream] = clock.step;
+  if (header.carried == nullptr || header.carried->count == 0) first_runs_[stream] = clock.run;
+  EXPECT_TRUE(spares(first_runs_[stream])) << "a wave may evict what it has found";
   EXPECT_EQ(FetchReference(header), "");
 }
 

@@ -85,8 +85,8 @@ class FakeStream : public Stream {
   absl::Status RunStep(const StepRun& run) override {
     ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
     ATTND_RETURN_IF_ERROR(LaunchStep(run));
-    if (run.header.cache.set_count > 0) {  // so that another step that uses the cache shows
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (run.header.cache.set_count > 0) {  // so that others begin, and end, meanwhile
+      std::this_thread::sleep_for(std::chrono::milliseconds(3 * (launches_++ % 2)));
     }
     if (run.result_bytes == 0) return absl::OkStatus();
     return CopyToHost(run.results, run.device_results, run.result_bytes);
@@ -178,6 +178,7 @@ class FakeStream : public Stream {
     for (const auto& work : std::exchange(work_, {})) {
       if (!control_->broken_) work();
     }
+    control_->cache_users_.erase(this);
     const auto behind = std::exchange(control_->faults_.behind_answer, absl::StatusCode::kOk);
     if (behind == absl::StatusCode::kInternal) control_->broken_ = true;
     if (control_->broken_) return Fault();
@@ -221,6 +222,7 @@ class FakeStream : public Stream {
       --control_->faults_.launch;
     }
     timed_ = run.timed;
+    if (run.header.cache.set_count > 0) control_->TakeCache(run, this);
     control_->kinds_.insert(KindOfStep(run));
     const StepGate* const gate = gate_;
     work_.push_back([this, run, gate]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
@@ -279,6 +281,7 @@ class FakeStream : public Stream {
   StepGate* gate_ = nullptr;            // of what is being launched
   std::vector<std::byte> early_input_;  // of the step behind a gate with a ring
   bool busy_ = false;
+  uint64_t launches_ = 0;  // of steps over a cache
 };
 
 class FakeDevice : public Device {

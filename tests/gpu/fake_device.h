@@ -105,9 +105,11 @@ class FakeControl {
   }
   // Expects that a number names one page of one layer for ever: a cache would give other bytes.
   void CheckNumbers(const StepHeader& header) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The stream's step uses the cache until the stream has been synchronised.
+  void TakeCache(const StepRun& run, const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Fetches pages into the step's cache; expects that those found are what they are in host memory,
-  // that the run has a number of its own, and, if it carries pages, that it spares what the run
-  // before it of the same wave has found.
+  // that the run has a number of its own, and that it spares what others' runs use that have not
+  // ended, and what the first run of the same wave has found.
   void UseCache(const StepHeader& header, const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether all of it is host memory that is mapped, perhaps in several parts.
   bool Maps(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -137,9 +139,11 @@ class FakeControl {
   };
   std::map<uint64_t, NumberedPages> numbered_pages_ ABSL_GUARDED_BY(mutex_);
   KnownPages known_pages_ ABSL_GUARDED_BY(mutex_);
-  // Numbers of runs, by the cache's sets; and the last numbers of streams, in whichever cache.
+  // Of page caches, by their sets: the numbers of their runs. By streams: the cache and the number
+  // of a run that has not ended; the number of the last wave's first run, in whichever cache.
   std::map<const void*, std::set<uint32_t>> cache_runs_ ABSL_GUARDED_BY(mutex_);
-  std::map<const void*, uint32_t> stream_runs_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, std::pair<const void*, uint32_t>> cache_users_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, uint32_t> first_runs_ ABSL_GUARDED_BY(mutex_);
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -6,6 +6,7 @@
 // sequences, with steps whose queries change. Skips where the machine has no GPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -176,19 +177,26 @@ TEST_P(GpuPageCache, PreparedStepsShareIt) {
   SKIP_WITHOUT_GPU(resident);
   std::vector<TestSequence> sequences;
   uint64_t bytes = 0;
-  for (uint32_t t = 0; t < kThreads; ++t) {
+  for (uint32_t t = 0; t + 1 < kThreads; ++t) {
     sequences.push_back(Make(20 + t));
     bytes += PageBytes(sequences.back());
   }
-  const auto paged = MakeGpu(bytes / 6, /*streams=*/2 * kThreads);
+  const auto paged = MakeGpu(bytes / 4, /*streams=*/2 * kThreads);
   ASSERT_NE(paged, nullptr);
-  std::vector<std::thread> threads;
+  // The last two threads ask for the same pages, with other queries.
+  std::vector<std::vector<std::vector<TestRow>>> all_rows;
   for (uint32_t t = 0; t < kThreads; ++t) {
-    const std::vector<std::vector<TestRow>> rows = {Rows(&sequences[t], 0, TestSeed()),
-                                                    Rows(&sequences[t], 0, TestSeed() + 9)};
-    threads.emplace_back([&, rows] {
-      const StepResult expected[] = {RunStep(resident.get(), 0, rows[0]),
-                                     RunStep(resident.get(), 0, rows[1])};
+    TestSequence* const sequence = &sequences[std::min(t, kThreads - 2)];
+    all_rows.push_back({Rows(sequence, 0, TestSeed() + t), Rows(sequence, 0, TestSeed() + 9 + t)});
+    // While nobody else has pinned what is in the cache's way.
+    for (int i = 0; i < 2; ++i) RunStep(paged.get(), 0, all_rows.back().front());
+  }
+  const uint64_t fallbacks = paged->stats().fallback_steps;
+  std::vector<std::thread> threads;
+  for (const auto& rows : all_rows) {
+    const std::vector<StepResult> expected = {RunStep(resident.get(), 0, rows[0]),
+                                              RunStep(resident.get(), 0, rows[1])};
+    threads.emplace_back([&, expected] {
       for (uint32_t step = 0; step < kSteps; ++step) {
         const uint32_t i = step % 2;
         const auto prepared = attention::test::PrepareStep(paged.get(), 0, rows[i]);
@@ -201,7 +209,7 @@ TEST_P(GpuPageCache, PreparedStepsShareIt) {
   const auto stats = paged->stats();
   EXPECT_GT(stats.steps_ahead, kSteps);
   EXPECT_GT(stats.cache.fetched, 0u);
-  EXPECT_EQ(stats.fallback_steps, 0u);
+  EXPECT_EQ(stats.fallback_steps, fallbacks);
   std::printf("%llu of %u steps ahead\n", static_cast<unsigned long long>(stats.steps_ahead),
               kThreads * kSteps);
 }

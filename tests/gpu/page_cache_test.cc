@@ -58,7 +58,7 @@ class PageCacheLookUp : public testing::Test {
     return pages;
   }
   void NextStep(double age = 0.01) {
-    clock_.step = clock_.oldest = (clock_.step + 1) % (1u << kStepBits);
+    clock_.run = clock_.first = clock_.oldest = (clock_.run + 1) % (1u << kNumberBits);
     clock_.age += static_cast<float>(age);
   }
 
@@ -164,7 +164,7 @@ TEST_F(PageCacheLookUp, ThreadsOfAStepAgree) {
         if (frame.fetch) ++fetches[frame.frame];
         const FrameOwner owner = FrameOwner::Of(*OwnerWordOf(ref_, frame.frame));
         EXPECT_EQ(owner.page, page);
-        EXPECT_EQ(owner.step, clock_.step);
+        EXPECT_EQ(owner.run, clock_.run);
       }
     }
     for (const auto& of_thread : found) {
@@ -210,7 +210,7 @@ TEST_F(PageCacheLookUp, ARunKnowsWhatEarlierRunsBrought) {
     return source;
   };
   const auto begin = [&](uint32_t wave, uint32_t run) {
-    clock_.step = clock_.oldest = wave;
+    clock_.run = clock_.first = clock_.oldest = wave;
     clock_.filler = wave << (kSourceBits + kRunBits) | run << kSourceBits;
   };
   begin(1, 0);

@@ -103,8 +103,8 @@ TEST_F(PageFaults, AFaultAtEveryCallOfAStepWithMisses) {
   EXPECT_GT(calls, 8u);
 }
 
-// Each step's pages stay until it has read them: one step at a time uses the cache.
-TEST_F(PageFaults, StepsTakeTurnsAtTheCache) {
+// Each step's pages stay until it has read them, whoever uses the cache beside it.
+TEST_F(PageFaults, StepsShareTheCache) {
   Start();
   std::vector<std::thread> threads;
   for (TestSequence* const sequence : {&first_, &second_}) {

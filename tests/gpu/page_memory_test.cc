@@ -159,7 +159,7 @@ TEST_F(PageMemory, ACacheInUseIsWaitedFor) {
   Pins pins, tails;
   ASSERT_TRUE(store_->Pin(of_large->segments(), PagesIn::kAnyMemory, &pins).ok());
   {
-    const PageCache::Use use(store_->CacheOf(of_large->page_bytes()));
+    const auto use = PageCache::Use::BeginAtOnce(store_->CacheOf(of_large->page_bytes()));
     const uint64_t evictions = store_->evictions();
     EXPECT_TRUE(absl::IsResourceExhausted(
         store_->Pin(of_other->tail_blocks(), PagesIn::kDeviceMemory, &tails)));

@@ -139,9 +139,11 @@ __device__ __forceinline__ void FetchTokens(const StepHeader& step, const CacheC
              cache.frames + uint64_t{frame} * cache.page_bytes, cache.page_bytes);
   }
   if (missed != 0) {
-    __threadfence();  // each lane has a part of each page
-    __syncwarp();
-    if (found.fetch) SetFilled<DeviceMemory>(cache, clock, page.number, found.frame);
+    __syncwarp();  // each lane has copied a part of each page
+    if (found.fetch) {
+      __threadfence();
+      SetFilled<DeviceMemory>(cache, clock, page.number, found.frame);
+    }
   }
   const int leader = 31 - __clz(static_cast<int>(leaders & (~0u >> (31 - lane))));
   const uint32_t frame = __shfl_sync(~0u, found.frame, max(leader, 0));

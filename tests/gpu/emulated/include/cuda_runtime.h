@@ -141,6 +141,7 @@ inline void __syncthreads() { attnd::gpu::emulated::SyncBlock(0); }
 inline int __syncthreads_and(int x) {
   return attnd::gpu::emulated::SyncBlock(x != 0) == attnd::gpu::emulated::BlockThreads();
 }
+inline void __threadfence() {}  // one thread of the host runs all
 inline void __syncwarp() { attnd::gpu::emulated::SyncWarp(); }
 
 // Of what each lane gives, what `lane` gives.
