@@ -181,27 +181,30 @@ TEST_P(GpuPageCache, PreparedStepsShareIt) {
     sequences.push_back(Make(20 + t));
     bytes += PageBytes(sequences.back());
   }
-  const auto paged = MakeGpu(bytes / 4, /*streams=*/2 * kThreads);
-  ASSERT_NE(paged, nullptr);
   // The last two threads ask for the same pages, with other queries.
-  std::vector<std::vector<std::vector<TestRow>>> all_rows;
+  std::vector<std::vector<std::vector<TestRow>>> rows;
+  std::vector<std::vector<StepResult>> expected;
   for (uint32_t t = 0; t < kThreads; ++t) {
     TestSequence* const sequence = &sequences[std::min(t, kThreads - 2)];
-    all_rows.push_back({Rows(sequence, 0, TestSeed() + t), Rows(sequence, 0, TestSeed() + 9 + t)});
-    // While nobody else has pinned what is in the cache's way.
-    for (int i = 0; i < 2; ++i) RunStep(paged.get(), 0, all_rows.back().front());
+    rows.push_back({Rows(sequence, 0, TestSeed() + t), Rows(sequence, 0, TestSeed() + 9 + t)});
+    expected.push_back(
+        {RunStep(resident.get(), 0, rows[t][0]), RunStep(resident.get(), 0, rows[t][1])});
+  }
+  const auto paged = MakeGpu(bytes / 4, /*streams=*/2 * kThreads);
+  ASSERT_NE(paged, nullptr);
+  for (int round = 0; round < 2; ++round) {  // while nothing is pinned in the cache's place
+    for (uint32_t t = 0; t < kThreads; ++t) RunStep(paged.get(), 0, rows[t][0]);
   }
   const uint64_t fallbacks = paged->stats().fallback_steps;
   std::vector<std::thread> threads;
-  for (const auto& rows : all_rows) {
-    const std::vector<StepResult> expected = {RunStep(resident.get(), 0, rows[0]),
-                                              RunStep(resident.get(), 0, rows[1])};
-    threads.emplace_back([&, expected] {
+  for (uint32_t t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
       for (uint32_t step = 0; step < kSteps; ++step) {
         const uint32_t i = step % 2;
-        const auto prepared = attention::test::PrepareStep(paged.get(), 0, rows[i]);
-        ExpectSame(attention::test::RunPrepared(paged.get(), 0, rows[i], prepared.get()),
-                   expected[i]);
+        const auto prepared = attention::test::PrepareStep(paged.get(), 0, rows[t][i]);
+        const StepResult found =
+            attention::test::RunPrepared(paged.get(), 0, rows[t][i], prepared.get());
+        ExpectSame(found, expected[t][i]);
       }
     });
   }
