@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions of CUDA streams beside a server on one real GPU: what tests over emulated kernels cannot show. By hand:
 
-    PYTHONPATH=client/python:tests/python scripts/with_mps.sh -- python -m pytest -q tests/on_gpu
+    PYTHONPATH=client/python scripts/with_mps.sh -- python -m pytest -q tests/python/gpu_sessions.py
 
 with PyTorch, and a server built with CUDA (ATTND_BIN, default build/bin/attnd). No stage of scripts/test.sh
 runs it, as they have no GPU."""
@@ -30,8 +30,6 @@ PARKED_CYCLES = 20_000_000_000  # of the GPU's clock: some ten seconds
 PARKED_S = 8.0  # at least
 # bf16's rounding of the answers, and of weights on the way.
 ERROR_MAX = 0.02
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.fixture(scope="module")
