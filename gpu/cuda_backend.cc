@@ -94,7 +94,8 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   resources.store =
       std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index), on_fault);
   for (uint64_t i = 0; i < contexts; ++i) {
-    ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), room, counts));
+    const StreamUse use = i < options.streams ? StreamUse::kSteps : StreamUse::kBuilds;
+    ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), use, room, counts));
     resources.contexts.push_back(std::move(context));
   }
   return resources;
@@ -155,7 +156,7 @@ class CudaBackend : public Backend {
     for (uint32_t turn = 0; turn < FileTurnsOf(options_.streams); ++turn) {
       file_turns_.Add(std::make_unique<FileTurn>());
     }
-    ATTND_ASSIGN_OR_RETURN(empty_runs_, device_->NewStream());
+    ATTND_ASSIGN_OR_RETURN(empty_runs_, device_->NewStream(StreamUse::kSteps));
     if (options_.fault_watch_period > std::chrono::milliseconds(0)) {
       ATTND_ASSIGN_OR_RETURN(
           fault_watch_, FaultWatch::Start(device_.get(), options_.fault_watch_period,

@@ -38,7 +38,9 @@ class ForwardingDevice : public gpu::Device {
   absl::Status Clear(std::byte* memory, size_t bytes) override {
     return device_->Clear(memory, bytes);
   }
-  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override { return device_->NewStream(); }
+  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream(gpu::StreamUse use) override {
+    return device_->NewStream(use);
+  }
 
  private:
   const std::unique_ptr<gpu::Device> device_;

@@ -80,7 +80,7 @@ class IdleDevice : public gpu::Device {
     return absl::UnimplementedError("the idle device has no memory");
   }
   absl::Status Clear(std::byte* /*memory*/, size_t /*bytes*/) override { return absl::OkStatus(); }
-  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
+  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream(gpu::StreamUse /*use*/) override {
     return std::make_unique<IdleStream>();
   }
 

@@ -83,8 +83,8 @@ class TimedDevice : public ForwardingDevice {
   TimedDevice(std::unique_ptr<gpu::Device> device, std::shared_ptr<DeviceTimes> times)
       : ForwardingDevice(std::move(device)), times_(std::move(times)) {}
 
-  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream() override {
-    ATTND_ASSIGN_OR_RETURN(auto stream, ForwardingDevice::NewStream());
+  absl::StatusOr<std::unique_ptr<gpu::Stream>> NewStream(gpu::StreamUse use) override {
+    ATTND_ASSIGN_OR_RETURN(auto stream, ForwardingDevice::NewStream(use));
     return std::make_unique<TimedStream>(std::move(stream), times_);
   }
 

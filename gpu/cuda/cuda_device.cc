@@ -171,9 +171,9 @@ class CudaDevice : public Device {
     if (error == cudaSuccess) error = cudaStreamSynchronize(clearing_);
     return CudaStatus(error, absl::StrCat("clearing ", bytes, " bytes"));
   }
-  absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream(StreamUse use) override {
     auto stream = std::make_unique<CudaStream>(device_, multiprocessors_, has_cooperative_groups_);
-    ATTND_RETURN_IF_ERROR(stream->Create());
+    ATTND_RETURN_IF_ERROR(stream->Create(use));
     return stream;
   }
 

@@ -21,11 +21,16 @@ CudaStream::~CudaStream() {
   }
 }
 
-absl::Status CudaStream::Create() {
+absl::Status CudaStream::Create(StreamUse use) {
   ATTND_RETURN_IF_ERROR(UseDevice(device_));
+  int least = 0, greatest = 0;
+  ATTND_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest),
+                                   "asking for the priorities of streams"));
+  const int priority = use == StreamUse::kBuilds ? least : greatest;
   for (cudaStream_t* stream : {&main_, &side_, &taken_}) {
     ATTND_RETURN_IF_ERROR(
-        CudaStatus(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "creating a stream"));
+        CudaStatus(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority),
+                   "creating a stream"));
   }
   for (Event* event : {&fork_, &join_, &gate_opened_, &taken_told_}) {
     ATTND_RETURN_IF_ERROR(event->Create(cudaEventDisableTiming));

@@ -30,7 +30,7 @@ class CudaStream : public Stream {
         has_cooperative_groups_(has_cooperative_groups) {}
   ~CudaStream() override;
 
-  absl::Status Create();
+  absl::Status Create(StreamUse use);
 
   absl::Status CopyToDevice(std::byte* to, const std::byte* from, size_t bytes) override;
   absl::Status CopyToHost(std::byte* to, const std::byte* from, size_t bytes) override;

@@ -111,6 +111,9 @@ class Stream {
   virtual absl::StatusOr<StageSeconds> stage_seconds() = 0;
 };
 
+// What a stream is for. Where kernels of both wait for multiprocessors, those of steps go first.
+enum class StreamUse { kSteps, kBuilds };
+
 // Thread-safe. Must outlive its streams and the memory that it allocated.
 class Device {
  public:
@@ -144,7 +147,7 @@ class Device {
   virtual absl::StatusOr<SharedDeviceMemory> Share(size_t bytes) = 0;
   // Fills device memory with zeros, and waits for it. No step may use the memory.
   virtual absl::Status Clear(std::byte* memory, size_t bytes) = 0;
-  virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream() = 0;
+  virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream(StreamUse use) = 0;
 };
 
 // The first GPU that can run the kernels. Unavailable, saying why, if there is none (no driver, too

@@ -17,7 +17,7 @@ constexpr uint64_t kSendPieceBytes = uint64_t{4} << 20;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* device,
+absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* device, StreamUse use,
                                                                      const WaveRoom& room,
                                                                      TransferCounts* counts) {
   std::unique_ptr<StreamContext> context(new StreamContext(device, room, counts));
@@ -26,7 +26,7 @@ absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* dev
   ATTND_ASSIGN_OR_RETURN(context->words_, device->AllocatePinned(sizeof(Words)));
   ATTND_ASSIGN_OR_RETURN(context->device_input_, device->Allocate(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->device_scratch_, device->Allocate(room.scratch_bytes));
-  ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream());
+  ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream(use));
   return context;
 }
 

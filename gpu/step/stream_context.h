@@ -33,7 +33,8 @@ struct TransferCounts {
 // and `counts` must outlive it. Errors as Device's.
 class StreamContext {
  public:
-  static absl::StatusOr<std::unique_ptr<StreamContext>> Create(Device* device, const WaveRoom& room,
+  static absl::StatusOr<std::unique_ptr<StreamContext>> Create(Device* device, StreamUse use,
+                                                               const WaveRoom& room,
                                                                TransferCounts* counts);
   ~StreamContext();
   StreamContext(const StreamContext&) = delete;

@@ -385,7 +385,7 @@ class FakeDevice : public Device {
     std::memset(memory, 0, bytes);
     return absl::OkStatus();
   }
-  absl::StatusOr<std::unique_ptr<Stream>> NewStream() override {
+  absl::StatusOr<std::unique_ptr<Stream>> NewStream(StreamUse /*use*/) override {
     return std::make_unique<FakeStream>(control_);
   }
 

@@ -68,8 +68,8 @@ class Loop:
 
     def enqueue(self, position: int, before_last=lambda: None):
         """Begins the token's pass and enqueues its layers; before_last enqueues what comes before the last one."""
-        whole = self.session.begin_pass([attnd.Row(self._sequence, position)])
         with torch.cuda.stream(self.stream):
+            whole = self.session.begin_pass([attnd.Row(self._sequence, position)])
             for layer in range(SHAPE.layers):
                 if layer + 1 == SHAPE.layers:
                     before_last()

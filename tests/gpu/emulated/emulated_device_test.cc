@@ -78,7 +78,7 @@ TEST(EmulatedDeviceDeathTest, SeesThatNoThreadCanGoOn) {
 TEST(EmulatedCudaDevice, RunsAnEmptyKernel) {
   const auto device = OpenCudaDevice();
   ASSERT_TRUE(device.ok()) << device.status();
-  const auto stream = (*device)->NewStream();
+  const auto stream = (*device)->NewStream(StreamUse::kSteps);
   ASSERT_TRUE(stream.ok()) << stream.status();
   for (int i = 0; i < 2; ++i) {
     const auto time = (*stream)->RunEmpty();

@@ -232,9 +232,16 @@ cudaError_t cudaMemset(void* memory, int value, size_t bytes) {
 
 // ---- streams and events ----
 
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = new CUstream_st;
   return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  return cudaStreamCreateWithFlags(stream, flags);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   const Lock lock(TheRuntime().mutex);
