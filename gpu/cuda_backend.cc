@@ -94,7 +94,7 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   resources.store =
       std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index), on_fault);
   for (uint64_t i = 0; i < contexts; ++i) {
-    const StreamUse use = i < options.streams ? StreamUse::kSteps : StreamUse::kBuilds;
+    const StreamUse use = i < options.streams ? StreamUse::kSteps : StreamUse::kBackground;
     ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), use, room, counts));
     resources.contexts.push_back(std::move(context));
   }

@@ -45,7 +45,7 @@ FaultWatch::~FaultWatch() {
 absl::Status FaultWatch::Take() {
   ATTND_ASSIGN_OR_RETURN(pinned_, device_->AllocatePinned(kBytes));
   ATTND_ASSIGN_OR_RETURN(on_device_, device_->Allocate(kBytes));
-  ATTND_ASSIGN_OR_RETURN(stream_, device_->NewStream(StreamUse::kBuilds));
+  ATTND_ASSIGN_OR_RETURN(stream_, device_->NewStream(StreamUse::kBackground));
   return absl::OkStatus();
 }
 

@@ -46,7 +46,7 @@ class DeviceCachePool : public PagePool {
       resident_[page] = true;
     }
     clock_.run = (clock_.run + 1) % (uint32_t{1} << gpu::kNumberBits);
-    clock_.oldest = clock_.run;
+    clock_.first = clock_.oldest = clock_.run;
     uses_ += step.pages.size();
     const double half_life = double{1} * gpu::kCacheHalfLife * static_cast<double>(held_.size());
     clock_.age = static_cast<float>(static_cast<double>(uses_) / half_life);

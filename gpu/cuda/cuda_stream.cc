@@ -26,7 +26,7 @@ absl::Status CudaStream::Create(StreamUse use) {
   int least = 0, greatest = 0;
   ATTND_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                                    "asking for the priorities of streams"));
-  const int priority = use == StreamUse::kBuilds ? least : greatest;
+  const int priority = use == StreamUse::kBackground ? least : greatest;
   for (cudaStream_t* stream : {&main_, &side_, &taken_}) {
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority),

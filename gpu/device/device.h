@@ -112,7 +112,7 @@ class Stream {
 };
 
 // What a stream is for. Where kernels of both wait for multiprocessors, those of steps go first.
-enum class StreamUse { kSteps, kBuilds };
+enum class StreamUse { kSteps, kBackground };
 
 // Thread-safe. Must outlive its streams and the memory that it allocated.
 class Device {

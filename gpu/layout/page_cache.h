@@ -22,10 +22,10 @@
 // read where it lies.
 //
 // Which page goes: of these sets, the one of least worth that is not spared. A wave that uses a
-// page adds one to its worth, unless a later run has used it already; and a worth halves in the
-// time in which kCacheHalfLife times the cache's pages are used: LFU with ageing among the frames
-// of the sets (docs/research/PAGE_POOL.md, "On a GPU"; in its pool a page keeps its worth when it
-// goes, here it starts anew).
+// page adds one to its worth, unless others have used it since its first run; and a worth halves in
+// the time in which kCacheHalfLife times the cache's pages are used: LFU with ageing among the
+// frames of the sets (docs/research/PAGE_POOL.md, "On a GPU"; in its pool a page keeps its worth
+// when it goes, here it starts anew).
 #ifndef ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 #define ATTND_GPU_LAYOUT_PAGE_CACHE_H_
 
@@ -111,12 +111,12 @@ static_assert(kSourceBits + kRunBits + kWaveBits == 32);
 
 // Comes with each run, whose header is the same from step to step.
 struct CacheClock {
-  uint32_t run;     // its number, modulo 2^kNumberBits
-  uint32_t first;   // that of the wave's first run
-  uint32_t oldest;  // what runs from this one on have used is spared
-  float age;        // half-lives since the cache began: log2 of what a use is worth now
-  uint32_t filler;  // the wave, modulo 2^kWaveBits, and its run; the source is 0
-  uint32_t looks;   // 1: it takes no frame
+  uint32_t run;         // its number, modulo 2^kNumberBits
+  uint32_t first;       // that of the wave's first run
+  uint32_t oldest;      // what runs from this one on have used is spared
+  float age;            // half-lives since the cache began: log2 of what a use is worth now
+  uint32_t filler;      // the wave, modulo 2^kWaveBits, and its run; the source is 0
+  uint32_t only_looks;  // 1: it takes no frame
 };
 
 struct PageCacheRef {
@@ -242,7 +242,7 @@ ATTND_ON_DEVICE FoundFrame FindFrame(const PageCacheRef& cache, const CacheClock
       }
       return {hit, false};
     }
-    if (!may_take || clock.looks != 0 || victim == kNoFrame) break;
+    if (!may_take || clock.only_looks != 0 || victim == kNoFrame) break;
     const FrameOwner taken = {page, clock.run, false};
     if (Memory::Swap(OwnerWordOf(cache, victim), victim_word, taken.Word()) == victim_word) {
       Memory::Store(worth_of(victim), clock.age);

@@ -82,7 +82,7 @@ CacheClock PageCache::Use::clock(uint64_t first_run) const {
           .oldest = modulo(oldest, kNumberBits),
           .age = static_cast<float>(age_),
           .filler = modulo(first_run, kWaveBits) << (kSourceBits + kRunBits),
-          .looks = 0};
+          .only_looks = 0};
 }
 
 void PageCache::Use::CountPages(uint64_t pages) const {

@@ -351,6 +351,7 @@ std::shared_ptr<PageCache> DeviceStep::CacheOfWave() {
 
 absl::Status DeviceStep::UseCache() {
   cache_use_.reset();
+  writer_.SetCache({}, {});  // the cache that it had may be gone
   const std::shared_ptr<PageCache> cache = CacheOfWave();
   if (cache == nullptr) return absl::OkStatus();
   if (prepares_) {

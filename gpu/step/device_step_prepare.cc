@@ -45,8 +45,9 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
   ATTND_ASSIGN_OR_RETURN(const bool waits, context_->RunStepBehindGate(run_));
   if (waits) {
     launched_ = Launched::kWaits;
-  } else {
+  } else {  // RunPrepared begins anew
     cache_use_.reset();
+    wave_cache_.reset();
   }
   takes_turn_ = waits && has_ring;
   out_is_clients_ = takes_turn_ && turn->out != nullptr;
@@ -95,6 +96,7 @@ absl::Status DeviceStep::RunPrepared() {
   const absl::Status ran = context_->AwaitStep(run_);
   if (absl::IsResourceExhausted(ran) && !may_have_told_) {  // the device's own; it goes on
     LeaveWaveOver(attention::Fallback::kScratch);
+    uploader_.Release();
     cache_use_.reset();
     return absl::OkStatus();
   }

@@ -302,7 +302,7 @@ void StepWriter::WriteNoTokens(std::byte* input) const {
   std::memset(input + places.queries, 0, counts_.query_tokens * QueryBytes(shape_));
   UploadRef* const refs = At<UploadRef>(input, places.upload_refs);
   for (uint64_t i = 0; i < counts_.uploads; ++i) refs[i].bytes = 0;
-  At<CacheClock>(input, places.cache_clock)->looks = 1;
+  At<CacheClock>(input, places.cache_clock)->only_looks = 1;
 }
 
 void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers) {

@@ -94,9 +94,9 @@ class StepWriter {
   // Whether the input has these tokens, of each row by its number: as a message's tensors have
   // them.
   bool HoldsTokensOf(std::span<const attention::RowTokens> rows, const std::byte* input) const;
-  // In place of WriteTokens: queries of zeros, no upload, and no frame of a page cache is taken.
-  // Such a step takes its time, and writes to its stream's own memory alone, but for the numbers
-  // and worths of pages that are in the cache.
+  // In place of WriteTokens: queries of zeros, no upload, and no frame of a page cache is taken
+  // (unless the client's ring has opened the gate before). Such a step takes its time, and writes
+  // to its stream's own memory alone, but for the numbers and worths of pages in the cache.
   void WriteNoTokens(std::byte* input) const;
   // After Write.
   const StepHeader& header() const { return header_; }

@@ -142,9 +142,28 @@ void FakeControl::UseCache(const StepHeader& header, const void* stream) {
     const auto& [cache, run] = of_run;
     EXPECT_TRUE(cache != header.cache.sets || spares(run)) << "run " << run << " has not ended";
   }
-  if (header.carried == nullptr || header.carried->count == 0) first_runs_[stream] = clock.run;
-  EXPECT_TRUE(spares(first_runs_[stream])) << "a wave may evict what it has found";
+  RunOfCache& first = first_runs_[stream];
+  if (header.carried == nullptr || header.carried->count == 0)
+    first = {header.cache.sets, clock.run};
+  EXPECT_TRUE(first.first != header.cache.sets || spares(first.second))
+      << "a wave may evict what it has found";
+  const auto pages_of = [&] {
+    std::vector<uint64_t> pages;
+    for (uint32_t frame = 0; frame < header.cache.set_count * kCacheWays; ++frame) {
+      pages.push_back(FrameOwner::Of(*OwnerWordOf(header.cache, frame)).page);
+    }
+    return pages;
+  };
+  const std::vector<uint64_t> before = pages_of();
   EXPECT_EQ(FetchReference(header), "");
+  if (clock.only_looks == 0) return;
+  EXPECT_EQ(pages_of(), before);
+  ++runs_that_only_look_;
+}
+
+uint64_t FakeControl::runs_that_only_look() const {
+  MutexLock lock(mutex_);
+  return runs_that_only_look_;
 }
 
 void FakeControl::CheckNumbers(const StepHeader& header) {

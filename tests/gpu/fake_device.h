@@ -58,11 +58,12 @@ struct Faults {
 class FakeControl {
  public:
   void Set(const Faults& faults);
-  uint64_t allocations() const;         // live ones
-  uint64_t steps() const;               // that were run
-  uint64_t steps_behind_gates() const;  // that were launched
-  uint64_t turns() const;               // of them, that took a client's tokens
-  uint64_t near_turns() const;          // of these, from memory that the device shares
+  uint64_t allocations() const;          // live ones
+  uint64_t steps() const;                // that were run
+  uint64_t steps_behind_gates() const;   // that were launched
+  uint64_t turns() const;                // of them, that took a client's tokens
+  uint64_t near_turns() const;           // of these, from memory that the device shares
+  uint64_t runs_that_only_look() const;  // over a cache of pages
   uint64_t shared_bytes() const;
   // Of each step that was run, in order: whether it was behind a gate.
   std::vector<bool> runs_behind_gates() const;
@@ -108,8 +109,9 @@ class FakeControl {
   // The stream's step uses the cache until the stream has been synchronised.
   void TakeCache(const StepRun& run, const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Fetches pages into the step's cache; expects that those found are what they are in host memory,
-  // that the run has a number of its own, and that it spares what others' runs use that have not
-  // ended, and what the first run of the same wave has found.
+  // that the run has a number of its own, that it spares what others' runs use that have not ended,
+  // and what the first run of the same wave has found, and that a run that only looks takes no
+  // frame.
   void UseCache(const StepHeader& header, const void* stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether all of it is host memory that is mapped, perhaps in several parts.
   bool Maps(const void* address, uint64_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -139,11 +141,13 @@ class FakeControl {
   };
   std::map<uint64_t, NumberedPages> numbered_pages_ ABSL_GUARDED_BY(mutex_);
   KnownPages known_pages_ ABSL_GUARDED_BY(mutex_);
-  // Of page caches, by their sets: the numbers of their runs. By streams: the cache and the number
-  // of a run that has not ended; the number of the last wave's first run, in whichever cache.
+  // Of page caches, by their sets: the numbers of their runs. By streams, with the cache's sets:
+  // the number of a run that has not ended, and that of the last wave's first run.
+  using RunOfCache = std::pair<const void*, uint32_t>;
   std::map<const void*, std::set<uint32_t>> cache_runs_ ABSL_GUARDED_BY(mutex_);
-  std::map<const void*, std::pair<const void*, uint32_t>> cache_users_ ABSL_GUARDED_BY(mutex_);
-  std::map<const void*, uint32_t> first_runs_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, RunOfCache> cache_users_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, RunOfCache> first_runs_ ABSL_GUARDED_BY(mutex_);
+  uint64_t runs_that_only_look_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t allocated_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t steps_behind_gates_ ABSL_GUARDED_BY(mutex_) = 0;

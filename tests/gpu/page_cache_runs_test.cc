@@ -197,6 +197,17 @@ TEST_F(PageCacheRuns, ALaterRunOfAWaveSparesTheFirstOnes) {
                 frame);
     }
   }
+  // A use by both counts once.
+  const auto worth_of = [&](uint32_t frame) {
+    const CacheRun any(cache_);
+    return any.use().ref().sets[frame / kCacheWays].worths[frame % kCacheWays];
+  };
+  const auto [page, frame] = found.front();
+  ASSERT_NE(frame, kNoFrame);
+  const float once = worth_of(frame);
+  EXPECT_EQ(once, 0) << "log2 of one use, at the cache's beginning";
+  CacheRun(cache_).LookUp(page);
+  EXPECT_GT(worth_of(frame), once);
   // But not for ever.
   for (uint32_t i = 0; i < kRunsApart; ++i) const CacheRun other(cache_);
   const CacheRun late(cache_);
@@ -225,7 +236,7 @@ TEST_F(PageCacheRuns, APageOfTheRoundBeforeStays) {
                         .oldest = modulo(oldest),
                         .age = 1000,  // what was used long ago is worth nothing
                         .filler = 0,
-                        .looks = 0};
+                        .only_looks = 0};
     };
     const CacheRun any(cache_);
     const uint64_t page = 1 + ahead % kPages;

@@ -264,18 +264,40 @@ TEST(PreparedStep, StepsOverACacheArePrepared) {
   }
   EXPECT_EQ(fake.backend->stats().steps_ahead, 3u);
   EXPECT_EQ(fake.backend->stats().steps_in_vain, 1u);
+  EXPECT_EQ(fake.control->runs_that_only_look(), 1u);
   EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
-// What would make the cache is not done ahead.
-TEST(PreparedStep, WithoutTheCacheThatItWantsNothingIsPrepared) {
-  CudaBackendOptions options = OfPages(kFewPages);
+// What is prepared and not launched keeps nobody from the cache's memory: it is run over the cache
+// that there is then.
+TEST(PreparedStep, ACacheMayGoBeforeThePreparedStep) {
+  CudaBackendOptions options = OfPages(2 * kFewPages);
   options.timed_steps = 0;
   const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
   TestSequence sequence = HostSequence(0, attention::kTreeIndexes);
+  TestSequence other = HostSequence(1, attention::kTreeIndexes);
+  attention::test::SequenceSpec tail = sequence.spec;
+  tail.segment_tokens = {};
+  tail.tail_tokens = 1000;  // more than a cache leaves
+  TestSequence large_tail = attention::test::MakeSequence(tail);
   const std::vector<TestRow> rows = {LastToken(&sequence, "error-target")};
-  EXPECT_EQ(PrepareStep(fake.backend.get(), 0, rows), nullptr);
-  EXPECT_EQ(fake.backend->stats().cache.bytes, 0u);
+  for (int round = 0; round < 2; ++round) {
+    for (TestSequence* each : {&sequence, &other}) {
+      RunStep(fake.backend.get(), 0, {{LastToken(each, "error-target")}});
+    }
+  }
+  const StepResult expected = RunStep(fake.backend.get(), 0, rows);
+  const uint64_t cache_bytes = fake.backend->stats().cache.bytes;
+  EXPECT_GT(cache_bytes, 0u);
+  fake.control->Set({.no_gates = true});
+  const auto prepared = PrepareStep(fake.backend.get(), 0, rows);
+  ASSERT_NE(prepared, nullptr);
+  const std::vector<TestRow> of_tail = {LastToken(&large_tail, "dense")};
+  const StepResult answer = RunStep(fake.backend.get(), 0, of_tail);
+  EXPECT_NE(fake.backend->stats().cache.bytes, cache_bytes);
+  ExpectSameRows(RunPrepared(fake.backend.get(), 0, rows, prepared.get()), expected);
+  ExpectSameRows(RunStep(fake.backend.get(), 0, of_tail), answer);
+  EXPECT_EQ(fake.backend->stats().fallback_steps, 0u);
 }
 
 TEST(PreparedStep, TimedStepsAreNotPrepared) {
