@@ -46,13 +46,13 @@ std::unique_ptr<const PageCache::Use> PageCache::NextRun(const std::shared_ptr<P
 }
 
 std::unique_ptr<const PageCache::Use> PageCache::Use::BeginAtOnce(
-    std::shared_ptr<PageCache> cache) {
+    const std::shared_ptr<PageCache>& cache) {
   MutexLock lock(cache->mutex_);
   return NextRun(cache);
 }
 
 absl::StatusOr<std::unique_ptr<const PageCache::Use>> PageCache::Use::Begin(
-    std::shared_ptr<PageCache> cache, absl::FunctionRef<absl::Status()> alive) {
+    const std::shared_ptr<PageCache>& cache, absl::FunctionRef<absl::Status()> alive) {
   constexpr std::chrono::microseconds kPoll{2000};
   while (true) {
     {

@@ -30,9 +30,9 @@ class PageCache {
     // Waits while a run that came kRunsApart runs before this one has not ended, or until `alive`,
     // which is asked now and then, says no.
     static absl::StatusOr<std::unique_ptr<const Use>> Begin(
-        std::shared_ptr<PageCache> cache, absl::FunctionRef<absl::Status()> alive);
+        const std::shared_ptr<PageCache>& cache, absl::FunctionRef<absl::Status()> alive);
     // Null if it would have to wait.
-    static std::unique_ptr<const Use> BeginAtOnce(std::shared_ptr<PageCache> cache);
+    static std::unique_ptr<const Use> BeginAtOnce(const std::shared_ptr<PageCache>& cache);
     ~Use();
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;

@@ -214,8 +214,9 @@ TEST_F(PagedTest, MissesOfManyGroupsAreAllEstimated) {
   const Answer answer = Send(engine_.get(), message);
   ASSERT_TRUE(answer.row_status(0).ok()) << answer.row_status(0);
   const attention::RowStats& stats = answer.result.rows[0].stats;
-  // All of the middle is to be read exactly, and none of it is in memory; little can be in time.
-  EXPECT_GT(stats.missed_tokens, 3 * shape_.kv_heads * 4000u);
+  // All of the middle is to be read exactly, and none of it is in memory. What comes in time all
+  // the same is more the slower the machine is: a fifth was seen under the thread sanitizer.
+  EXPECT_GT(stats.missed_tokens, 3 * shape_.kv_heads * 2500u);
   row.policy =
       PolicyOf("clusters-top-k",
                {{"exact", "0.0001"}, {"estimated", "0.9999"}, {"estimator", "second-order"}});
