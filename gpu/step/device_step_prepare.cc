@@ -37,8 +37,8 @@ absl::StatusOr<bool> DeviceStep::Prepare(const attention::ClientTurn* turn) {
     if (!added) return false;
   }
   ATTND_RETURN_IF_ERROR(UseCache());
-  if (writer_.off_device() && cache_use_ == nullptr)
-    return false;  // Run makes one, or does without
+  // Run waits for it, makes one, or does without.
+  if (writer_.off_device() && cache_use_ == nullptr) return false;
   ATTND_ASSIGN_OR_RETURN(run_, WriteWave());
   context_->gate()->ring = nullptr;
   const bool has_ring = turn != nullptr && writer_.WriteTurn(*turn, context_->gate());
