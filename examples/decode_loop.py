@@ -269,8 +269,8 @@ def report(name: str, options: argparse.Namespace, times: Times, rest_ms: float)
     """Prints; returns the median of a token."""
     ms = sorted(times.token_ms)
     median = statistics.median(ms)
-    low, high, last = ms[len(ms) // 10], ms[-1 - len(ms) // 10], ms[-1 - len(ms) // 100]
-    line = f"{name:>6}: {median:.3f} ms a token (p10 {low:.3f}, p90 {high:.3f}, p99 {last:.3f})"
+    p10, p90, p99 = ms[len(ms) // 10], ms[-1 - len(ms) // 10], ms[-1 - len(ms) // 100]
+    line = f"{name:>6}: {median:.3f} ms a token (p10 {p10:.3f}, p90 {p90:.3f}, p99 {p99:.3f})"
     if rest_ms:
         line += f"; attention {(median - rest_ms) / options.layers * 1e3:.1f} us a layer"
     print(line, flush=True)

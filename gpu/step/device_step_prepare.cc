@@ -4,7 +4,6 @@
 #include <glog/logging.h>
 
 #include <cstddef>
-#include <optional>
 #include <span>
 #include <utility>
 

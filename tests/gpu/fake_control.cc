@@ -13,6 +13,18 @@
 #include "tests/gpu/fetch_reference.h"
 
 namespace attnd::gpu::test {
+namespace {
+
+// The pages that the cache's frames have.
+std::vector<uint64_t> PagesOf(const PageCacheRef& cache) {
+  std::vector<uint64_t> pages;
+  for (uint32_t frame = 0; frame < cache.set_count * kCacheWays; ++frame) {
+    pages.push_back(FrameOwner::Of(*OwnerWordOf(cache, frame)).page);
+  }
+  return pages;
+}
+
+}  // namespace
 
 void FakeControl::Set(const Faults& faults) {
   MutexLock lock(mutex_);
@@ -143,21 +155,15 @@ void FakeControl::UseCache(const StepHeader& header, const void* stream) {
     EXPECT_TRUE(cache != header.cache.sets || spares(run)) << "run " << run << " has not ended";
   }
   RunOfCache& first = first_runs_[stream];
-  if (header.carried == nullptr || header.carried->count == 0)
-    first = {header.cache.sets, clock.run};
+  const bool begins = header.carried == nullptr || header.carried->count == 0;
+  if (begins) first = {header.cache.sets, clock.run};
   EXPECT_TRUE(first.first != header.cache.sets || spares(first.second))
       << "a wave may evict what it has found";
-  const auto pages_of = [&] {
-    std::vector<uint64_t> pages;
-    for (uint32_t frame = 0; frame < header.cache.set_count * kCacheWays; ++frame) {
-      pages.push_back(FrameOwner::Of(*OwnerWordOf(header.cache, frame)).page);
-    }
-    return pages;
-  };
-  const std::vector<uint64_t> before = pages_of();
+  const bool only_looks = clock.only_looks != 0;
+  const auto before = only_looks ? PagesOf(header.cache) : std::vector<uint64_t>();
   EXPECT_EQ(FetchReference(header), "");
-  if (clock.only_looks == 0) return;
-  EXPECT_EQ(pages_of(), before);
+  if (!only_looks) return;
+  EXPECT_EQ(PagesOf(header.cache), before);
   ++runs_that_only_look_;
 }
 

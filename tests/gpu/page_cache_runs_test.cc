@@ -6,14 +6,12 @@
 // several threads, against the bytes that a page has, over more runs than there are numbers for.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -173,7 +171,7 @@ TEST_F(PageCacheRuns, APageStaysForTheLastOfItsRuns) {
   second->FillAndRead();
 }
 
-// A wave that runs again spares what its first run has found, as it has that number, too.
+// A wave that runs again spares what its first run has found.
 TEST_F(PageCacheRuns, ALaterRunOfAWaveSparesTheFirstOnes) {
   uint64_t first_run = 0;
   std::vector<std::pair<uint64_t, uint32_t>> found;

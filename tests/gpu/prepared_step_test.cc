@@ -234,14 +234,27 @@ TEST(PreparedStep, TokensThatWouldBeSentAtOnceAreWaitedFor) {
   EXPECT_NE(PrepareStep(fake.backend.get(), 0, rows), nullptr);
 }
 
+// Two sequences of whose pages the device has not room for all.
+struct SequencesOverACache {
+  SequencesOverACache() = default;
+  SequencesOverACache(const SequencesOverACache&) = delete;
+  SequencesOverACache& operator=(const SequencesOverACache&) = delete;
+  static CudaBackendOptions Options() {
+    CudaBackendOptions options = OfPages(2 * kFewPages);
+    options.timed_steps = 0;
+    return options;
+  }
+
+  const FakeBackend fake = MakeFakeBackend(Options(), /*maps_host_memory=*/true);
+  TestSequence sequence = HostSequence(0, attention::kTreeIndexes);
+  TestSequence other = HostSequence(1, attention::kTreeIndexes);
+};
+
 // Over a cache of pages, too, while others use and change it; also one in vain, which looks pages
 // up for queries of zeros.
 TEST(PreparedStep, StepsOverACacheArePrepared) {
-  CudaBackendOptions options = OfPages(2 * kFewPages);
-  options.timed_steps = 0;
-  const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
-  TestSequence sequence = HostSequence(0, attention::kTreeIndexes);
-  TestSequence other = HostSequence(1, attention::kTreeIndexes);
+  SequencesOverACache sequences;
+  auto& [fake, sequence, other] = sequences;
   for (uint32_t round = 0; round < 3; ++round) {
     const uint32_t layer = round % 2;
     const std::vector<TestRow> rows = {LastToken(&sequence, "error-target", layer)};
@@ -271,11 +284,8 @@ TEST(PreparedStep, StepsOverACacheArePrepared) {
 // What is prepared and not launched keeps nobody from the cache's memory: it is run over the cache
 // that there is then.
 TEST(PreparedStep, ACacheMayGoBeforeThePreparedStep) {
-  CudaBackendOptions options = OfPages(2 * kFewPages);
-  options.timed_steps = 0;
-  const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
-  TestSequence sequence = HostSequence(0, attention::kTreeIndexes);
-  TestSequence other = HostSequence(1, attention::kTreeIndexes);
+  SequencesOverACache sequences;
+  auto& [fake, sequence, other] = sequences;
   attention::test::SequenceSpec tail = sequence.spec;
   tail.segment_tokens = {};
   tail.tail_tokens = 1000;  // more than a cache leaves

@@ -112,7 +112,7 @@ def test_two_clients_have_twins(server):
 
 def decode_when_told(target: str) -> None:
     """Another process's client: it comes when it is told to, decodes, and says how long that took."""
-    torch.zeros(1, device="cuda")  # CUDA's own start waits for nobody of another process
+    torch.zeros(1, device="cuda")  # so that CUDA has started when it is told to come
     print("ready", flush=True)
     sys.stdin.readline()
     start = time.monotonic()
