@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 import attnd.transformers
 
@@ -46,6 +46,8 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="steps through memory shared with the server; of a model on a GPU by its stream",
     )
+    add("--cuda-graphs", action="store_true", help="with --memory: tokens are CUDA graphs")
+    add("--local-static", action="store_true", help="local, compiled, over a static cache, too")
     add("--local-again", action="store_true", help="local once more, last: does its place matter?")
     add("--threads", type=int, help="of PyTorch on the CPU (default: as many as cores)")
     add("--device", default="cpu", help="of the model (default cpu)")
@@ -149,13 +151,22 @@ def main() -> None:
     show("local", local(), tokenizer)
     for policy in options.policy or ["dense", "error-target:tolerance=0.1"]:
         with attnd.transformers.attach(
-            model, options.target, policy=policy, memory=options.memory
+            model,
+            options.target,
+            policy=policy,
+            memory=options.memory,
+            cuda_graphs=options.cuda_graphs,
         ) as attachment:
             with attachment.new_cache() as cache:
                 show(policy, generate(model, ids, cache, options.new_tokens), tokenizer)
             print(f"  {attachment.stats}")
     if options.local_again:
         show("local", local(), tokenizer)
+    if options.local_static:
+        for title in ("local, static, with compiling", "local, static"):
+            tokens = ids.shape[1] + options.new_tokens
+            cache = StaticCache(config=model.config, max_cache_len=tokens)
+            show(title, generate(model, ids, cache, options.new_tokens), tokenizer)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def through_memory(monkeypatch):
     ways: list[bool] = []
     add = StatsCounter.add
 
-    def watched(counter, rows, wait_s, server_s, through_memory):
+    def watched(counter, rows, wait_s, server_s, through_memory, **more):
         ways.append(through_memory)
-        add(counter, rows, wait_s, server_s, through_memory)
+        add(counter, rows, wait_s, server_s, through_memory, **more)
 
     monkeypatch.setattr(StatsCounter, "add", watched)
     monkeypatch.setitem(transformers_models.attach_options, "memory", True)

@@ -4,6 +4,8 @@ what a kernel writes."""
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from attnd.cuda.gpu import DeviceTensor
@@ -12,6 +14,20 @@ from emulated_gpu import EmulatedGpu
 
 
 class TorchGpu(EmulatedGpu):
+    """Each thread has a stream that it may capture."""
+
+    def __init__(self, library) -> None:
+        self._capture = threading.local()
+        super().__init__(library)
+
+    @property
+    def captured(self):
+        return getattr(self._capture, "graph", None)
+
+    @captured.setter
+    def captured(self, graph) -> None:
+        self._capture.graph = graph
+
     def words(self, count: int):
         self._call("words")
         return torch.zeros(count, dtype=torch.int32)

@@ -15,6 +15,7 @@ from attnd.policy import Policy, as_policy
 from attnd.transformers import attention, identity, streams
 from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
+from attnd.transformers.graphs import TokenGraphs, check_graphs
 from attnd.transformers.leases import DEFAULT_LEASE_SECONDS, check_lease
 from attnd.transformers.refusals import check_model
 from attnd.transformers.regions import Regions
@@ -32,6 +33,7 @@ def attach(
     fingerprint: str = "",
     lease_seconds: int = DEFAULT_LEASE_SECONDS,
     memory: bool = False,
+    cuda_graphs: bool = False,
 ) -> Attachment:
     """Has a model's attention answered by attnd, until the attachment is closed.
 
@@ -57,17 +59,24 @@ def attach(
             time slices of that GPU, of which a :class:`attnd.cuda.TimeSlicesWarning` tells.
             Steps that are longer than a message may be, and those for which the server has no room
             (client_memory_bytes), are sent as messages; Stats.through_memory counts the others.
+        cuda_graphs: with memory and a model on one GPU, whether the model's passes of one token a row
+            are captured as CUDA graphs and replayed, so that Python launches no kernels for a token.
+            Until the attachment is closed, what the model's Python code looks at must stay as it is,
+            and the model must not be copied (docs/MODEL_SERVER.md, "As CUDA graphs").
 
     Raises:
         ValueError: if the model has attention that attnd would not compute right, or is attached
             already, or the target is neither form, or lease_seconds are not 0..604800; with memory
-            if the target is no Unix socket.
+            if the target is no Unix socket; with cuda_graphs without memory, or if the model's
+            forward takes no position_ids.
         AttndError: if the server cannot be reached; UnavailableError, with memory, if it shares
             none.
         NotImplementedError: with memory, on other machines.
     """
     check_lease(lease_seconds)
     check_model(model)
+    if cuda_graphs:
+        check_graphs(model, memory)
     if model.config.get_text_config()._attn_implementation == NAME:
         raise ValueError(
             "the model is attached already: close its attachment first, or, if that is lost, call "
@@ -76,7 +85,7 @@ def attach(
     name = fingerprint or identity.fingerprint(model)
     client = Client(target, tenant=tenant, timeout_s=timeout_s)
     try:
-        return Attachment(model, client, name, policy, lease_seconds, memory)
+        return Attachment(model, client, name, policy, lease_seconds, memory, cuda_graphs)
     except BaseException:
         client.shutdown()
         raise
@@ -93,6 +102,7 @@ class Attachment:
         policy: Policy | str | None,
         lease_seconds: int = DEFAULT_LEASE_SECONDS,
         memory: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         self._info = client.get_server_info()
         self._policy = as_policy(policy)
@@ -127,6 +137,7 @@ class Attachment:
             self._server.shutdown()
             raise
         self._reaper = Reaper(self._server)
+        self._graphs = TokenGraphs(model, where.device) if cuda_graphs and where else None
 
     def __enter__(self) -> Attachment:
         return self
@@ -148,6 +159,8 @@ class Attachment:
         """
         if self._reaper.stopped:
             return
+        if self._graphs is not None:
+            self._graphs.close()
         try:
             self._reaper.stop()
         finally:

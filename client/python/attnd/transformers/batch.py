@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -13,12 +15,16 @@ from attnd.errors import NotFoundError, UnavailableError
 from attnd.model import Model, ModelShape
 from attnd.policy import Policy
 from attnd.requests import Row
-from attnd.transformers.columns import Columns, Step, columns_of
+from attnd.transformers.columns import Columns, Flags, Step, columns_of, flags_of
 from attnd.transformers.identity import shape_of
 from attnd.transformers.leases import explained
-from attnd.transformers.passes import Passes
+from attnd.transformers.passes import Passes, enqueue_layer
 from attnd.transformers.prompt import Prompt
 from attnd.transformers.server import Server
+
+if TYPE_CHECKING:
+    from attnd.cuda.session import StreamSession
+    from attnd.transformers.graphs import TokenGraph
 
 #: The name of attnd's attention function among those of Transformers.
 NAME = "attnd"
@@ -56,6 +62,8 @@ class RemoteBatch:
         self._attended = server.layers  # layers that have attended in the newest pass
         self._awaited = False  # whether a layer was updated and has not attended yet
         self._passes = Passes(server)
+        self._captured: StreamSession | None = None  # whose layers are captured, not answered
+        self._next_mask: Flags | None = None  # of a pass whose model is not given it
 
     @property
     def layers(self) -> int:
@@ -134,6 +142,10 @@ class RemoteBatch:
             AttndError: if the server fails; the cache is then of no more use.
         """
         rows, _, new, _ = query.shape
+        if self._captured is not None:
+            self._awaited = False
+            step = Step(np.ones((rows, new), bool), new)
+            return columns_of(enqueue_layer(self._captured, layer, query, key, value, step), step)
         self._check_shape(shape_of(self._server.layers, query, key, value, scaling), rows)
         step = self._begin(past, rows, new, mask)
         if self._prompt is None:
@@ -147,6 +159,64 @@ class RemoteBatch:
         local = ALL_ATTENTION_FUNCTIONS["sdpa"]
         mask = step.local_mask(query.device)
         return local(module, query, key, value, mask, dropout=0.0, scaling=scaling)[0]
+
+    @contextlib.contextmanager
+    def mask_of_next(self, mask: torch.Tensor | None) -> Iterator[None]:
+        """The mask of the pass inside, whose model is given none."""
+        self._next_mask = flags_of(mask)
+        try:
+            yield
+        finally:
+            self._next_mask = None
+
+    def stream_session(self, rows: int) -> StreamSession | None:
+        """The session on the GPU's stream by which the next pass goes, if each row has one new
+        token; None if it goes another way, or there is no session yet."""
+        if self.closed or self.prompt_lasts or rows != self._columns.rows:
+            return None
+        assert self._shape is not None
+        return self._passes.stream_session(self._shape, rows)
+
+    @property
+    def graph(self) -> TokenGraph | None:
+        """A pass that was captured, whose session is that of the next passes."""
+        return self._passes.graph
+
+    @graph.setter
+    def graph(self, graph: TokenGraph) -> None:
+        self._passes.graph = graph
+
+    @contextlib.contextmanager
+    def captured(self, session: StreamSession) -> Iterator[None]:
+        """While a pass is captured: its layers are enqueued, and neither declared nor waited
+        for."""
+        self.check_whole()
+        self._captured = session
+        try:
+            yield
+        finally:
+            self._captured = None
+            self._awaited = False
+
+    def replay(self, graph: TokenGraph, mask: torch.Tensor | None) -> None:
+        """A pass of one token for each row, by a graph.
+
+        Args:
+            graph: of the session that stream_session() tells.
+            mask: as of attend().
+
+        Raises:
+            ValueError: if the cache is closed, its last pass failed, or the mask contradicts those
+                before.
+            AttndError: if the server fails; the cache is then of no more use.
+        """
+        self.check_whole()
+        step = self._columns.append(self._columns.rows, 1, flags_of(mask))
+        self._attended = 0
+        with self._explained():
+            self._begin_pass(step, graph.inputs["input_ids"].device)
+            self._passes.replay(graph)
+        self._attended = self.layers
 
     def _check_shape(self, shape: ModelShape, rows: int) -> None:
         """Opens the sequences when the first layer attends; later layers must have its shape."""
@@ -173,7 +243,8 @@ class RemoteBatch:
                     f"the pass before attended in {self._attended} of {self.layers} layers: "
                     f"it failed, or layers of this model have no attention"
                 )
-            self._step = self._columns.append(rows, new, mask)
+            seen = self._next_mask if mask is None else flags_of(mask)
+            self._step = self._columns.append(rows, new, seen)
             self._attended = 0
         if self._step is None or past + new != self.columns:
             raise ValueError(f"a layer has {past} columns, the cache {self.columns}")

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from attnd.transformers.batch import RemoteBatch
 from attnd.transformers.server import Reaper
+
+if TYPE_CHECKING:
+    from attnd.cuda.session import StreamSession
+    from attnd.transformers.graphs import TokenGraph
 
 # The attribute of a key tensor that leads the attention function to the tensor's layer.
 MARK = "_attnd_layer"
@@ -203,6 +209,26 @@ class AttndCache(Cache):
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.end_prompt()
         self._batch.select(chosen.tolist())
+
+    @property
+    def batch(self) -> RemoteBatch:
+        """What the cache is made of; for attnd's own use, as the next two."""
+        return self._batch
+
+    @contextlib.contextmanager
+    def captured(self, session: StreamSession) -> Iterator[None]:
+        """While a pass of a token for each row is captured: the cache does not grow by it."""
+        try:
+            with self._batch.captured(session):
+                yield
+        finally:
+            self._set_columns()
+
+    def replay(self, graph: TokenGraph, mask: torch.Tensor | None) -> None:
+        """A pass of a token for each row, by a graph of this cache; as
+        :meth:`RemoteBatch.replay`."""
+        self._batch.replay(graph, mask)
+        self._set_columns()
 
     def _drop(self) -> None:
         for layer in self.layers:

@@ -64,6 +64,11 @@ class Step:
         return self._mask
 
 
+def flags_of(mask: torch.Tensor | None) -> Flags | None:
+    """Where a mask of Transformers is not zero, in host memory; waits for its device."""
+    return None if mask is None else mask.detach().cpu().numpy().astype(bool)
+
+
 class Columns:
     """The columns of a cache. Not for threads."""
 
@@ -90,13 +95,13 @@ class Columns:
         """Starts over with a batch of that many rows and no columns."""
         self._present = np.zeros((rows, 0), bool)
 
-    def append(self, rows: int, new: int, mask: torch.Tensor | None) -> Step:
+    def append(self, rows: int, new: int, mask: Flags | None) -> Step:
         """Adds new columns.
 
         Args:
             rows: the batch's rows.
             new: how many columns.
-            mask: [rows, columns before + new], nonzero where a column holds a token; None: all do.
+            mask: [rows, columns before + new] whether a column holds a token; None: all do.
 
         Raises:
             ValueError: if the number of rows has changed, or the mask has another shape or hides
@@ -107,13 +112,13 @@ class Columns:
         columns = len(self) + new
         if mask is None:
             seen = np.ones((rows, columns), bool)
-        elif tuple(mask.shape) != (rows, columns):
+        elif mask.shape != (rows, columns):
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}, {(rows, columns)} is expected: "
+                f"attention_mask has shape {mask.shape}, {(rows, columns)} is expected: "
                 f"a column for each token in the cache and each new one"
             )
         else:
-            seen = mask.detach().cpu().numpy().astype(bool)
+            seen = mask
         if not np.array_equal(seen[:, : len(self)], self._present):
             raise ValueError(
                 "attention_mask hides other tokens of the cache than before; it must begin with "

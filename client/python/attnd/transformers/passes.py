@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,9 @@ from attnd.transformers.columns import Place, Step, tokens_of
 from attnd.transformers.server import Server
 from attnd.transformers.stats import StatsCounter
 from attnd.transformers.streams import close_quietly
+
+if TYPE_CHECKING:
+    from attnd.transformers.graphs import TokenGraph
 
 _Writer = TypeVar("_Writer", DecodeSession, MemoryStream)
 
@@ -84,7 +87,7 @@ class _OnStream:
     def __init__(
         self, session: StreamSession, whole: StreamPass, step: Step, counter: StatsCounter
     ) -> None:
-        self._session = session
+        self.session = session
         self._whole = whole
         self._step = step
         self._counter = counter
@@ -93,17 +96,42 @@ class _OnStream:
     def answer(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        q, k, v = (_dense(tokens_of(tensor.detach(), self._step)) for tensor in (query, key, value))
-        out = q.new_empty((*q.shape[:2], v.shape[2]))
         begun = time.monotonic()
-        self._session.layer(self._layer, q, k, v, out)
+        out = enqueue_layer(self.session, self._layer, query, key, value, self._step)
         self._layer += 1
         if self._layer == self._whole.layers:
-            self._whole.finish()
-        self._counter.add((), time.monotonic() - begun, 0.0, through_memory=True)
-        if self._whole.complete:
-            self._counter.add_later(self._whole)
+            self._finish(begun, 1)
+        else:
+            self._counter.add((), time.monotonic() - begun, 0.0, through_memory=True)
         return out
+
+    def replay(self, graph: TokenGraph) -> None:
+        """All layers, by a graph that has them."""
+        begun = time.monotonic()
+        graph.replay()
+        self._finish(begun, self._whole.layers)
+
+    def _finish(self, begun: float, answers: int) -> None:
+        self._whole.finish()
+        waited = time.monotonic() - begun
+        self._counter.add((), waited, 0.0, through_memory=True, answers=answers)
+        self._counter.add_later(self._whole)
+
+
+def enqueue_layer(
+    session: StreamSession,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: Step,
+) -> torch.Tensor:
+    """Has a session's kernel answer a layer in stream order; tensors and answer as of
+    Passes.answer()."""
+    q, k, v = (_dense(tokens_of(tensor.detach(), step)) for tensor in (query, key, value))
+    out = q.new_empty((*q.shape[:2], v.shape[2]))
+    session.layer(layer, q, k, v, out)
+    return out
 
 
 def _dense(tokens: torch.Tensor) -> torch.Tensor:
@@ -119,6 +147,8 @@ class Passes:
 
     Attributes:
         layer: the next one of the pass under way; as many as the model has if there is none.
+        graph: a captured pass of the session on the GPU's stream by which passes go; None: there is
+            none.
     """
 
     def __init__(self, server: Server) -> None:
@@ -129,6 +159,7 @@ class Passes:
         self._borrowed: PassMemory | None = None  # of the pass under way, if it goes through memory
         self._way: _Way | None = None
         self.layer = server.layers
+        self.graph: TokenGraph | None = None
 
     def begin(
         self, shape: ModelShape, rows: Sequence[Row], step: Step, device: torch.device
@@ -181,8 +212,8 @@ class Passes:
         streams = self._server.streams
         if streams is None or not streams.serves(shape, len(rows), tokens, device):
             return None
-        session = self._writer
-        if not isinstance(session, StreamSession) or session.query_tokens_max < tokens:
+        session = self._session_for(tokens)
+        if session is None:
             if self._refused is not None and tokens >= self._refused:
                 return None
             session = streams.open(shape, tokens)
@@ -194,6 +225,21 @@ class Passes:
         whole = session.begin_pass(rows)
         return _OnStream(session, whole, step, self._server.counter)
 
+    def _session_for(self, tokens: int) -> StreamSession | None:
+        """The session that writes the sequences, if it has room for a pass of so many tokens."""
+        session = self._writer
+        if isinstance(session, StreamSession) and session.query_tokens_max >= tokens:
+            return session
+        return None
+
+    def stream_session(self, shape: ModelShape, rows: int) -> StreamSession | None:
+        """The session by which a pass of one token a row goes, of tensors on the model's GPU; None
+        if it goes another way, or its session is not there yet."""
+        streams = self._server.streams
+        if streams is None or not streams.serves(shape, rows, rows, streams.device):
+            return None
+        return self._session_for(rows)
+
     def _write_by(self, kind: type[_Writer], make: Callable[[], _Writer]) -> _Writer:
         """The stream of this kind that writes the sequences from here on."""
         if not isinstance(self._writer, kind):
@@ -204,6 +250,7 @@ class Passes:
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
+        self.graph = None  # it must not outlive its session
         if isinstance(writer, StreamSession):
             close_quietly(writer)
         elif writer is not None:
@@ -230,6 +277,12 @@ class Passes:
             self._server.regions.give_back(self._borrowed)
             self._borrowed = None
         return out
+
+    def replay(self, graph: TokenGraph) -> None:
+        """All layers of the pass that was begun, by a graph of the session by which it goes."""
+        assert isinstance(self._way, _OnStream) and self._way.session is graph.session
+        self._way.replay(graph)
+        self.layer = self._server.layers
 
     def close(self) -> None:
         """Ends the stream; gives a pass under way up. The next pass has a stream of its own."""

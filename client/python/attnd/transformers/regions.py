@@ -27,7 +27,7 @@ class OneWarning:
         self._lock = threading.Lock()
         self._given = False  # guarded by the lock
 
-    def __call__(self, reason: Exception) -> None:
+    def __call__(self, reason: object) -> None:
         with self._lock:
             given, self._given = self._given, True
         if not given:

@@ -75,12 +75,18 @@ class StatsCounter:
             self._clear()
 
     def add(
-        self, rows: Sequence[RowResult], wait_s: float, server_s: float, through_memory: bool
+        self,
+        rows: Sequence[RowResult],
+        wait_s: float,
+        server_s: float,
+        through_memory: bool,
+        answers: int = 1,
     ) -> None:
-        """Counts an answer that took wait_s seconds to come, with what came with it."""
+        """Counts an answer that took wait_s seconds to come, or several that did together, with
+        what came with it."""
         with self._lock:
-            self._answers += 1
-            self._through_memory += through_memory
+            self._answers += answers
+            self._through_memory += answers * through_memory
             self._wait_s += wait_s
             self._add_told(rows, server_s)
 

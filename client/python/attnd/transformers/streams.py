@@ -66,6 +66,11 @@ class Streams:
         self._where = where
         self._warn = OneWarning("tensors are copied to the host, not by kernels")
 
+    @property
+    def device(self) -> torch.device:
+        """The model's."""
+        return self._where.device
+
     def serves(
         self, shape: ModelShape, rows: int, query_tokens: int, device: torch.device
     ) -> bool:
