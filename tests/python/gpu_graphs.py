@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers' passes as CUDA graphs on one real GPU. By hand:
+
+    PYTHONPATH=client/python scripts/with_mps.sh -- python -m pytest -q tests/python/gpu_graphs.py
+
+with PyTorch, Transformers, and a server built with CUDA (ATTND_BIN, default build/bin/attnd). No stage of
+scripts/test.sh runs it, as they have no GPU."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import transformers
+
+import live_server
+from attnd.transformers import graphs
+from transformers_models import MODELS, attached, generate, local, texts
+
+FLAGS = ("--backend=cuda", "--device-memory-bytes=8GiB", "--allow-client-memory")
+OPTIONS = {"memory": True, "cuda_graphs": True}
+
+
+@pytest.fixture(scope="module")
+def target():
+    with live_server.running(*FLAGS) as (target, _):
+        yield target
+
+
+@pytest.fixture(scope="module")
+def model():
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        MODELS / "nano-qwen3", dtype=torch.bfloat16
+    )
+    return loaded.cuda().eval()
+
+
+@pytest.fixture
+def captured(monkeypatch) -> list[int]:
+    """One for each graph that was captured."""
+    made: list[int] = []
+    capture = graphs.capture
+    monkeypatch.setattr(
+        graphs, "capture", lambda *args: (made.append(1), capture(*args))[1]
+    )
+    return made
+
+
+def prompt(rows: int, columns: int, size: int = 8192) -> torch.Tensor:
+    return torch.from_numpy(texts(size)[:rows, :columns]).cuda()
+
+
+@pytest.mark.parametrize("policy", ["dense", "error-target:tolerance=0.1"])
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.inference_mode()
+def test_the_tokens_without_graphs(target, model, captured, policy, rows):
+    """The same kernels, so the same tokens and logits; twice over one attachment."""
+    ids = prompt(rows, 4000)
+    mask = torch.ones_like(ids)
+    if rows > 1:
+        mask[1, :1000] = 0
+    with attached(model, target, policy, memory=True) as attachment:
+        expected = generate(model, ids, attachment.new_cache(), attention_mask=mask)
+    with attached(model, target, policy, **OPTIONS) as attachment:
+        for caches in (1, 2):
+            with attachment.new_cache() as cache:
+                got = generate(model, ids, cache, attention_mask=mask)
+                assert torch.equal(got.sequences, expected.sequences)
+                assert len(captured) == caches
+                for one, other in zip(got.logits, expected.logits):
+                    assert torch.allclose(one, other, atol=0.1)
+
+
+def test_a_capture_that_fails_leaves_the_gpu_usable(target, model, monkeypatch, caplog):
+    """By a call that waits for the device; random numbers, of which a capture keeps books, come as ever."""
+    capture = graphs.capture
+
+    def spoiled(device, run):
+        return capture(device, lambda: (run(), torch.cuda.synchronize())[0])
+
+    monkeypatch.setattr(graphs, "capture", spoiled)
+    ids = prompt(1, 2000)
+    with attached(model, target, **OPTIONS) as attachment:
+        with attachment.new_cache() as cache:
+            got = generate(model, ids, cache)
+        with attachment.new_cache() as cache:
+            generate(model, ids, cache, do_sample=True)
+    expected = local(model, ids)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert "not replayed as CUDA graphs" in caplog.text
+
+
+def test_threads_with_caches_of_their_own(target, model, captured):
+    """One captures while the other one decodes."""
+    prompts = [prompt(1, 3000), prompt(1, 2500)]
+    expected = [local(model, ids, max_new_tokens=60).sequences for ids in prompts]
+    got: dict[int, torch.Tensor] = {}
+    with attached(model, target, **OPTIONS) as attachment:
+
+        def run(number: int) -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(3):
+                    with attachment.new_cache() as cache:
+                        answer = generate(model, prompts[number], cache, max_new_tokens=60)
+                        got[number] = answer.sequences.clone()
+                        torch.cuda.current_stream().synchronize()
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert captured
+    for number in range(2):
+        assert torch.equal(got[number], expected[number])
