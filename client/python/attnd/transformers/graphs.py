@@ -47,6 +47,7 @@ def capture(device: torch.device, run: Callable[[], Any]) -> tuple[Graph, Any]:
     """
     graph = torch.cuda.CUDAGraph()
     with contextlib.ExitStack() as stack:
+        stack.push(functools.partial(_free_generator, device))
         stack.enter_context(torch.cuda.device(device))
         # Puts the stream back, whatever torch.cuda.graph leaves where a capture fails.
         stack.enter_context(torch.cuda.stream(torch.cuda.current_stream(device)))
@@ -57,6 +58,14 @@ def capture(device: torch.device, run: Callable[[], Any]) -> tuple[Graph, Any]:
             )
         )
         return graph, run()
+
+
+def _free_generator(device: torch.device, error: type[BaseException] | None, *_: Any) -> None:
+    """Random numbers come as before a capture that failed: PyTorch would count them as the
+    capture's."""
+    if error is not None:
+        generator = torch.cuda.default_generators[device.index]
+        generator.graphsafe_set_state(generator.clone_state())
 
 
 class _Operations(TorchDispatchMode):
