@@ -29,4 +29,16 @@ absl::Status CheckSpan(absl::string_view field, const Span& span, uint64_t bytes
       " with layer_stride ", span.layer_stride, "; the region has ", region_bytes, " bytes"));
 }
 
+absl::Status CheckPlace(absl::string_view field, uint64_t offset, uint64_t bytes,
+                        uint64_t region_bytes) {
+  if (offset % kAlignmentBytes != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(field, " is ", offset, "; allowed are multiples of ", kAlignmentBytes));
+  }
+  if (offset <= region_bytes && bytes <= region_bytes - offset) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(field, " is ", offset, ": of the ", bytes,
+                                                 " bytes from there not all lie in the region, which has ",
+                                                 region_bytes, " bytes"));
+}
+
 }  // namespace attnd::plane

@@ -23,6 +23,11 @@ struct Span {
 absl::Status CheckSpan(absl::string_view field, const Span& span, uint64_t bytes, uint32_t layers,
                        uint64_t region_bytes);
 
+// InvalidArgument, naming `field`, unless `offset` is a multiple of kAlignmentBytes and `bytes` from
+// there on lie in a region of `region_bytes`.
+absl::Status CheckPlace(absl::string_view field, uint64_t offset, uint64_t bytes,
+                        uint64_t region_bytes);
+
 // Where a layer begins. Only of a span that CheckSpan has found OK for this layer.
 inline uint64_t LayerOffset(const Span& span, uint32_t layer) {
   return span.offset + span.layer_stride * layer;

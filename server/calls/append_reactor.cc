@@ -96,6 +96,7 @@ void AppendReactor::Continue(const absl::Status& status) {
   if (stop_requested_) return FinishLocked(ShuttingDown());
   state_ = State::kReading;
   // An upload that pauses keeps no chunk in memory.
+  copy_.Release();
   if (!ReleaseLarge(&request_, handlers_->trimmer)) request_.Clear();
   StartRead(&bytes_);
 }
@@ -138,7 +139,9 @@ absl::Status AppendReactor::TakeParts() {
     observed_ = true;
   }
   const bool may_be_empty = prefill_complete_ || request_.has_observed_queries();
-  if (may_be_empty && !request_.has_k() && !request_.has_v()) return absl::OkStatus();
+  if (may_be_empty && !request_.has_k() && !request_.has_v() && !request_.has_memory()) {
+    return absl::OkStatus();
+  }
   return AppendChunk();
 }
 
@@ -151,6 +154,9 @@ absl::Status AppendReactor::Observe() {
 
 absl::Status AppendReactor::AppendChunk() {
   ATTND_ASSIGN_OR_RETURN(engine::AppendChunk chunk, FromProto(request_));
+  if (request_.has_memory()) {
+    ATTND_RETURN_IF_ERROR(copy_.Take(request_.memory(), tenant_, *handlers_, &chunk));
+  }
   chunk.may_wait = waits_for_room_;
   chunk.cancelled = &cancelled_;
   return handlers_->engine->Append(tenant_, writer_, sequence_id_, chunk);

@@ -66,7 +66,7 @@ absl::StatusOr<Tensor3> WithoutDataFromProto(const v1::Tensor& tensor, absl::str
   ATTND_ASSIGN_OR_RETURN(const Tensor3 result, ConvertShape(tensor, field, &bytes));
   if (!tensor.data().empty()) {
     return Invalid(field, ".data has ", tensor.data().size(),
-                   " bytes; in a pass over memory the data lies in the region");
+                   " bytes; over memory the data lies in the region");
   }
   return result;
 }

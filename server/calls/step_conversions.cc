@@ -131,10 +131,13 @@ absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvReques
 }
 
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request) {
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 k, FromProto(request.k(), "k"));
+  const auto convert = [&](const v1::Tensor& tensor, absl::string_view field) {
+    return request.has_memory() ? WithoutDataFromProto(tensor, field) : FromProto(tensor, field);
+  };
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 k, convert(request.k(), "k"));
   engine::AppendChunk chunk;
   if (request.has_v()) {  // none if the model is latent
-    ATTND_ASSIGN_OR_RETURN(const Tensor3 v, FromProto(request.v(), "v"));
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 v, convert(request.v(), "v"));
     if (k.tokens != v.tokens) {
       return Invalid("v", ".shape[0] is ", v.tokens, "; k has ", k.tokens, " tokens");
     }

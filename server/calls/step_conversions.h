@@ -19,7 +19,7 @@ namespace attnd::server {
 
 // --- From the wire.
 
-// Points into `request`.
+// Points into `request`; the views of tensors that lie in shared memory have no data yet.
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request);
 // The request's observed_queries, which must be there.
 absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvRequest& request);

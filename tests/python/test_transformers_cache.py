@@ -24,7 +24,7 @@ import attnd
 from attnd.results import RowResult, RowStats
 from attnd.transformers import Attachment, Stats, fingerprint
 from attnd.transformers.arrays import to_numpy, to_torch
-from attnd.transformers.columns import Columns
+from attnd.transformers.columns import Columns, flags_of
 from attnd.splitting import split
 from attnd.transformers.stats import StatsCounter
 from attnd.v1 import attnd_pb2
@@ -276,9 +276,9 @@ def test_split(seed):
 def test_columns_tell_padding_from_tokens():
     columns = Columns()
     columns.begin(2)
-    step = columns.append(2, 3, torch.tensor([[1, 1, 1], [0, 1, 1]]))
+    step = columns.append(2, 3, flags_of(torch.tensor([[1, 1, 1], [0, 1, 1]])))
     assert (step.positions, step.tokens(), step.full) == ([0, 0], [3, 2], False)
-    step = columns.append(2, 2, torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1]]))
+    step = columns.append(2, 2, flags_of(torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 0, 1]])))
     assert (step.positions, step.tokens()) == ([3, 2], [2, 1])
     mask = step.local_mask(torch.device("cpu"))
     assert mask.shape == (2, 1, 2, 5)

@@ -20,6 +20,7 @@ from attnd.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from attnd.kv_memory import KvMemory
 from attnd.memory import MemorySession, as_torch
 from attnd.memory_stream import MemoryPass
 from attnd.model import Model, ModelShape, Shard
@@ -60,6 +61,7 @@ __all__ = [
     "FailedPreconditionError",
     "InvalidArgumentError",
     "KvChunk",
+    "KvMemory",
     "LayerResult",
     "Limits",
     "MemoryPass",

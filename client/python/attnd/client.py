@@ -14,6 +14,7 @@ import numpy.typing as npt
 from attnd import channel as channels
 from attnd import replies, requests
 from attnd.errors import from_rpc_error
+from attnd.kv_memory import KvMemory
 from attnd.memory import MemorySession
 from attnd.memory_socket import MemorySocket, memory_socket_of
 from attnd.memory_stream import MemoryStream
@@ -173,6 +174,7 @@ class Client:
         *,
         prefill_complete: bool = False,
         observed_queries: Sequence[Array] | None = None,
+        memory: KvMemory | None = None,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values.
@@ -186,6 +188,8 @@ class Client:
             observed_queries: of each layer, [tokens, query_heads, head_dim] the queries of the
                 prompt's last tokens (256 of them), for policies that look at them: snapkv and
                 ada-snapkv need them; asynctls and labels are better for them.
+            memory: of which the chunks' arrays are, so that the server takes them from there
+                (:meth:`kv_memory`). None: they are sent.
             timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
                 How long an upload may take depends on its size, which only the caller knows, and on
                 the uploads that others send: a long prompt of a large model is many GiB and takes the
@@ -199,6 +203,7 @@ class Client:
                 prefill_complete,
                 observed_queries,
                 self.max_message_bytes,
+                memory,
             )
         )
         try:
@@ -389,6 +394,21 @@ class Client:
         from attnd.cuda.round_trip import measure_round_trip
 
         return measure_round_trip(gpu, connection, self._stub.Decode, self._metadata)
+
+    def kv_memory(self, bytes_: int, *, socket: str | None = None) -> KvMemory:
+        """Memory of so many bytes, and somewhat more, that is shared with the server, for uploads by
+        :meth:`append_kv`; use it in a `with` statement.
+
+        Args:
+            bytes_: of client_memory_bytes.
+            socket: as of :meth:`memory_session`; errors, too.
+        """
+        connection = self.memory_socket(socket)
+        try:
+            return KvMemory(connection, bytes_)
+        except BaseException:
+            connection.close()
+            raise
 
     def memory_socket(self, path: str | None = None) -> MemorySocket:
         """A connection at which to register regions; path and errors as :meth:`memory_session`."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from attnd.errors import AttndError
 from attnd.memory_socket import MemorySocket
 from attnd.model import ModelShape
-from attnd.tensors import FP32, Array, as_dtype, to_wire_dtype
+from attnd.tensors import FP32, Array, as_dtype, without_data
 from attnd.v1 import attnd_pb2, types_pb2
 from attnd.words import WORDS_BYTES, ClientTurns
 
@@ -55,8 +55,7 @@ class TensorPlace:
 
     def message(self, tokens: int) -> types_pb2.Tensor:
         """The tensor without its data."""
-        wire = to_wire_dtype(self.dtype)
-        return types_pb2.Tensor(dtype=wire, shape=(tokens, self.heads, self.dim))
+        return without_data(self.dtype, (tokens, self.heads, self.dim))
 
 
 class PassLayout:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy.typing as npt
 
+from attnd.kv_memory import ALIGNMENT_BYTES, KvMemory
 from attnd.model import Model
 from attnd.policy import CLUSTER_INDEXES, Policy, TreeOptions, as_policy, to_wire_indexes
-from attnd.tensors import Array, as_dtype, to_tensor, to_wire_dtype
+from attnd.tensors import Array, as_dtype, to_tensor, to_wire_dtype, without_data
 from attnd.v1 import attnd_pb2, types_pb2
 
 # Room in a message for everything but tensors and token ids.
@@ -175,21 +177,26 @@ def append_requests(
     prefill_complete: bool,
     observed_queries: Sequence[Array] | None,
     max_message_bytes: int,
+    memory: KvMemory | None = None,
 ) -> Iterator[attnd_pb2.AppendKvRequest]:
     """The messages of an upload, each below max_message_bytes.
 
+    Args:
+        memory: where the chunks' arrays lie; None: the messages have copies of them.
+
     Raises:
-        ValueError: if even one token does not fit.
+        ValueError: if even one token does not fit, or an array is not of the memory.
     """
     for chunk in chunks:
-        for part in _split(chunk, max_message_bytes):
+        for part in _split(chunk, max_message_bytes, 1 if memory is None else _unit_of(chunk)):
             yield attnd_pb2.AppendKvRequest(
                 sequence_id=sequence_id,
                 layer=part.layer,
                 first_position=part.first_position,
-                k=to_tensor(part.k),
-                v=None if part.v is None else to_tensor(part.v),
+                k=_tensor(part.k, memory),
+                v=None if part.v is None else _tensor(part.v, memory),
                 token_ids=part.token_ids,
+                memory=None if memory is None else memory.places(part.k, part.v),
             )
     for layer, queries in enumerate(observed_queries or ()):
         yield attnd_pb2.AppendKvRequest(
@@ -199,7 +206,18 @@ def append_requests(
         yield attnd_pb2.AppendKvRequest(sequence_id=sequence_id, prefill_complete=True)
 
 
-def _split(chunk: KvChunk, max_message_bytes: int) -> Iterator[KvChunk]:
+def _tensor(array: Array, memory: KvMemory | None) -> types_pb2.Tensor:
+    return to_tensor(array) if memory is None else without_data(array.dtype, array.shape)
+
+
+def _unit_of(chunk: KvChunk) -> int:
+    """Tokens behind which both tensors may begin in shared memory."""
+    sizes = [part[0].nbytes for part in (chunk.k, chunk.v) if part is not None]
+    return math.lcm(*(ALIGNMENT_BYTES // math.gcd(size, ALIGNMENT_BYTES) for size in sizes))
+
+
+def _split(chunk: KvChunk, max_message_bytes: int, unit: int) -> Iterator[KvChunk]:
+    """unit: of how many tokens each part but the last has a multiple."""
     v_bytes = 0 if chunk.v is None else chunk.v[0].nbytes
     token_bytes = chunk.k[0].nbytes + v_bytes + _TOKEN_ID_BYTES
     room = min(max_message_bytes, _CHUNK_BYTES_MAX) - _MESSAGE_OVERHEAD_BYTES
@@ -207,7 +225,7 @@ def _split(chunk: KvChunk, max_message_bytes: int) -> Iterator[KvChunk]:
         raise ValueError(
             f"one token of {token_bytes} bytes exceeds messages of {max_message_bytes} bytes"
         )
-    step = max(1, room // token_bytes)
+    step = max(1, room // token_bytes // unit) * unit
     for start in range(0, len(chunk.k), step):
         part = slice(start, start + step)
         yield replace(

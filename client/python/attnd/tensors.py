@@ -75,6 +75,11 @@ def to_tensor(array: Array) -> types_pb2.Tensor:
     return types_pb2.Tensor(dtype=wire, shape=array.shape, data=array.tobytes())
 
 
+def without_data(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> types_pb2.Tensor:
+    """The message of an array whose data lies elsewhere; ValueError as :func:`as_dtype`."""
+    return types_pb2.Tensor(dtype=to_wire_dtype(dtype), shape=shape)
+
+
 def from_tensor(tensor: types_pb2.Tensor) -> Array:
     """The array of a message, read-only and without a copy.
 

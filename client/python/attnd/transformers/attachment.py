@@ -21,6 +21,7 @@ from attnd.transformers.refusals import check_model
 from attnd.transformers.regions import Regions
 from attnd.transformers.server import Reaper, Server
 from attnd.transformers.stats import Stats, StatsCounter
+from attnd.transformers.upload_memory import UploadMemory
 
 
 def attach(
@@ -108,6 +109,8 @@ class Attachment:
         self._policy = as_policy(policy)
         limits, config = self._info.limits, model.config.get_text_config()
         where = streams.gpu_of(model) if memory else None
+        gpu = None if where is None else where.gpu
+        upload_memory = UploadMemory(client, gpu) if memory else None
         regions = Regions(client, limits) if memory else None
         try:
             # The warning names the line that calls attach().
@@ -128,6 +131,7 @@ class Attachment:
             lease_seconds,
             regions,
             None if where is None or regions is None else streams.Streams(client, regions, where),
+            upload_memory,
         )
         self._model = model
         self._before = model.config._attn_implementation

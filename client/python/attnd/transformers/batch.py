@@ -55,7 +55,7 @@ class RemoteBatch:
         self._observe = observe
         self.closed = False
         self.sequence_ids: list[int] = []
-        self._prompt: Prompt | None = Prompt(server.client, observe)
+        self._prompt: Prompt | None = Prompt(server.client, server.upload_memory, observe)
         self._shape: ModelShape | None = None
         self._columns = Columns()
         self._step: Step | None = None
@@ -366,7 +366,9 @@ class RemoteBatch:
         self.check_open()
         self.close()
         self.closed = False
-        self._prompt = Prompt(self._server.client, self._observe)
+        self._prompt = Prompt(
+            self._server.client, self._server.upload_memory, self._observe
+        )
         self._shape = self._step = None
         self._columns = Columns()
         self._attended = self.layers

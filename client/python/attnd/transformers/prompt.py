@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from attnd.client import Client
-from attnd.requests import KvChunk
 from attnd.tensors import Array
 from attnd.transformers.arrays import to_numpy
 from attnd.transformers.columns import Columns, Step, tokens_of
 from attnd.transformers.upload import Uploader
+from attnd.transformers.upload_memory import UploadMemory
 
 # Queries of the prompt's last tokens that policies may look at, and that the server takes at most.
 OBSERVED_TOKENS = 256
@@ -21,12 +21,16 @@ OBSERVED_TOKENS = 256
 class Prompt:
     """Uploads keys and values as layers compute them, and completes the prompt. For one thread."""
 
-    def __init__(self, client: Client, observe: bool) -> None:
-        """observe: whether the policy looks at the queries of the prompt's last tokens."""
+    def __init__(self, client: Client, memory: UploadMemory | None, observe: bool) -> None:
+        """
+        Args:
+            memory: through which keys and values go; None: they are messages.
+            observe: whether the policy looks at the queries of the prompt's last tokens.
+        """
         self._client = client
         self._observe = observe
         self._observed: dict[int, torch.Tensor] = {}
-        self._uploader = Uploader(client)
+        self._uploader = Uploader(client, memory)
 
     def add(
         self,
@@ -50,14 +54,14 @@ class Prompt:
         Raises:
             AttndError: if something queued before could not be uploaded.
         """
-        k, v = (to_numpy(tokens_of(tensor, step)) for tensor in (key, value))
+        k, v = (tokens_of(tensor, step) for tensor in (key, value))
         start = 0
         for row, count in enumerate(step.tokens()):
             part = slice(start, start + count)
             start += count
             if count:
-                chunk = KvChunk(layer, step.positions[row], k[part], v[part])
-                self._uploader.put(sequence_ids[row], chunk)
+                position = step.positions[row]
+                self._uploader.put(sequence_ids[row], layer, position, k[part], v[part])
         if self._observe:
             before = self._observed.get(layer)
             queries = query if before is None else torch.cat([before, query], 2)

@@ -20,6 +20,7 @@ from attnd.transformers.regions import Regions
 from attnd.transformers.renewal import Leased, Renewer
 from attnd.transformers.stats import StatsCounter
 from attnd.transformers.streams import Streams
+from attnd.transformers.upload_memory import UploadMemory
 
 _LOGGER = logging.getLogger(__name__)
 # Seconds that a process which ends waits for the server to close its sequences.
@@ -40,6 +41,7 @@ class Server:
         regions: memory that passes go through; None: they are messages.
         streams: sessions for passes on a GPU's stream; None: the model is not on one GPU, or passes
             are messages.
+        upload_memory: through which prompts go; None: they are messages.
     """
 
     client: Client
@@ -50,6 +52,7 @@ class Server:
     lease_seconds: int = DEFAULT_LEASE_SECONDS
     regions: Regions | None = None
     streams: Streams | None = None
+    upload_memory: UploadMemory | None = None
 
     @property
     def layers(self) -> int:
@@ -60,6 +63,8 @@ class Server:
         """Frees the memory and closes the connection."""
         if self.regions is not None:
             self.regions.close()
+        if self.upload_memory is not None:
+            self.upload_memory.close()
         self.client.shutdown()
 
 

@@ -13,10 +13,11 @@ GPU_SHARING_TIME_SLICES: GpuSharing
 GPU_SHARING_UNSPECIFIED: GpuSharing
 
 class AppendKvRequest(_message.Message):
-    __slots__ = ["first_position", "k", "layer", "observed_queries", "prefill_complete", "sequence_id", "token_ids", "v"]
+    __slots__ = ["first_position", "k", "layer", "memory", "observed_queries", "prefill_complete", "sequence_id", "token_ids", "v"]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -25,12 +26,13 @@ class AppendKvRequest(_message.Message):
     first_position: int
     k: _types_pb2.Tensor
     layer: int
+    memory: KvMemory
     observed_queries: _types_pb2.Tensor
     prefill_complete: bool
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     v: _types_pb2.Tensor
-    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ..., observed_queries: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ..., observed_queries: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ...) -> None: ...
 
 class AppendKvResponse(_message.Message):
     __slots__ = ["committed_tokens", "index_build_us", "segmented_tokens"]
@@ -189,6 +191,16 @@ class GetServerInfoResponse(_message.Message):
     simd_target: str
     version: str
     def __init__(self, version: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., policies: _Optional[_Iterable[_Union[_types_pb2.Policy, _Mapping]]] = ..., default_policy: _Optional[_Union[_types_pb2.Policy, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., simd_target: _Optional[str] = ..., device: _Optional[str] = ..., backend_status: _Optional[str] = ..., presets: _Optional[_Iterable[_Union[PresetInfo, _Mapping]]] = ..., client_memory: _Optional[_Union[ClientMemory, _Mapping]] = ..., gpu_sharing: _Optional[_Union[GpuSharing, str]] = ..., round_trip: _Optional[_Union[RoundTrip, _Mapping]] = ...) -> None: ...
+
+class KvMemory(_message.Message):
+    __slots__ = ["k_offset", "region_id", "v_offset"]
+    K_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    REGION_ID_FIELD_NUMBER: _ClassVar[int]
+    V_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    k_offset: int
+    region_id: int
+    v_offset: int
+    def __init__(self, region_id: _Optional[int] = ..., k_offset: _Optional[int] = ..., v_offset: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ["max_message_bytes", "max_query_tokens", "max_queued_steps", "max_rows", "max_sequence_tokens", "max_sequences", "max_streams", "memory_budget_bytes"]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that is shared with a server, from which it takes uploads (proto, KvMemory)."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from attnd.memory_socket import MemorySocket
+from attnd.tensors import Array, as_dtype
+from attnd.v1 import attnd_pb2
+
+# Where a tensor may begin.
+ALIGNMENT_BYTES = 64
+
+
+class KvMemory:
+    """A region for keys and values on their way to the server, for one upload at a time. Made by
+    :meth:`Client.kv_memory`; use it in a ``with`` statement.
+
+    Write keys and values to arrays of it, and give chunks of these to :meth:`Client.append_kv` with
+    ``memory=``: the messages then carry no data, and the server copies it from here. Until the call
+    returns the arrays must stay as they are.
+    """
+
+    def __init__(self, socket: MemorySocket, bytes_: int) -> None:
+        """Registers the region, by a connection that becomes its own. Raises as
+        :meth:`MemorySocket.register`."""
+        self._region = socket.register(bytes_)
+        self._socket = socket
+        self._start: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
+
+    def __enter__(self) -> KvMemory:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the region back. Its arrays stay readable."""
+        self._socket.close()
+
+    def ended(self) -> bool:
+        """Whether the server has ended, or close() was called: it takes nothing from here any more."""
+        return self._socket.ended()
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """Its bytes."""
+        return self._region.memory
+
+    @property
+    def bytes(self) -> int:
+        """Of all arrays together."""
+        return len(self._region.memory)
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """A view of the memory, of "bf16", "fp16" or "fp32".
+
+        Args:
+            offset: where it begins: a multiple of 64 bytes.
+
+        Raises:
+            ValueError: if it does not lie in the memory, or attnd has no such element type.
+        """
+        found = as_dtype(dtype)
+        size = math.prod(shape) * found.itemsize
+        if offset % ALIGNMENT_BYTES or not 0 <= offset <= self.bytes - size:
+            raise ValueError(
+                f"{size} bytes at {offset}; allowed are multiples of {ALIGNMENT_BYTES} within "
+                f"{self.bytes} bytes"
+            )
+        array: Array = np.ndarray(shape, found, self._region.memory, offset)
+        return array
+
+    def places(self, k: Array, v: Array | None) -> attnd_pb2.KvMemory:
+        """Where a chunk's arrays lie.
+
+        Raises:
+            ValueError: if they are not of this memory.
+        """
+        places = attnd_pb2.KvMemory(region_id=self._region.id, k_offset=self._offset("k", k))
+        if v is not None:
+            places.v_offset = self._offset("v", v)
+        return places
+
+    def _offset(self, name: str, array: Array) -> int:
+        offset: int = array.__array_interface__["data"][0] - self._start
+        if not array.flags.c_contiguous or not 0 <= offset <= self.bytes - array.nbytes:
+            raise ValueError(f"{name} is no dense array of the memory: KvMemory.array() makes them")
+        if offset % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"{name} begins at {offset}; allowed are multiples of {ALIGNMENT_BYTES} bytes"
+            )
+        return offset

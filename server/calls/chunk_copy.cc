@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "server/calls/chunk_copy.h"
+
+#include <cstdint>
+#include <cstring>
+#include <new>
+
+#include "common/dtype.h"
+#include "common/status.h"
+#include "plane/pass_memory.h"
+#include "plane/region_table.h"
+#include "server/calls/conversions.h"
+#include "server/calls/memory_plane.h"
+
+namespace attnd::server {
+namespace {
+
+uint64_t Bytes(const engine::TensorView& tensor) {
+  return tensor.elements * DTypeBytes(tensor.dtype);  // does not overflow: conversions.cc
+}
+
+}  // namespace
+
+absl::Status ChunkCopy::Take(const v1::KvMemory& proto, absl::string_view tenant,
+                             const HandlerContext& handlers, engine::AppendChunk* chunk) {
+  if (handlers.memory == nullptr) {
+    return absl::FailedPreconditionError(
+        "memory: the server was started without --allow-client-memory");
+  }
+  const uint64_t k_bytes = Bytes(chunk->k), v_bytes = Bytes(chunk->v);
+  const uint64_t bytes_max = handlers.options->max_message_bytes;
+  if (k_bytes > bytes_max || v_bytes > bytes_max - k_bytes) {
+    return Invalid("k", " and v have more bytes than a message may have; allowed are ", bytes_max,
+                   " (max_message_bytes)");
+  }
+  ATTND_ASSIGN_OR_RETURN(const plane::RegionUse region,
+                         handlers.memory->regions()->Use(tenant, proto.region_id()));
+  ATTND_RETURN_IF_ERROR(
+      plane::CheckPlace("memory.k_offset", proto.k_offset(), k_bytes, region.bytes()));
+  if (v_bytes > 0) {
+    ATTND_RETURN_IF_ERROR(
+        plane::CheckPlace("memory.v_offset", proto.v_offset(), v_bytes, region.bytes()));
+  }
+  bytes_.reset(new (std::nothrow) std::byte[k_bytes + v_bytes]);
+  if (bytes_ == nullptr) {
+    return absl::ResourceExhaustedError("the system refused memory for a chunk of the upload");
+  }
+  std::memcpy(bytes_.get(), region.data() + proto.k_offset(), k_bytes);
+  chunk->k.data = bytes_.get();
+  if (v_bytes > 0) {
+    std::memcpy(bytes_.get() + k_bytes, region.data() + proto.v_offset(), v_bytes);
+    chunk->v.data = bytes_.get() + k_bytes;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace attnd::server

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ChunkCopy: a chunk of an upload that lies in memory which its client shares with the server.
+#ifndef ATTND_SERVER_CALLS_CHUNK_COPY_H_
+#define ATTND_SERVER_CALLS_CHUNK_COPY_H_
+
+#include <cstddef>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "attnd/v1/attnd.pb.h"
+#include "engine/types.h"
+#include "server/calls/handler.h"
+
+namespace attnd::server {
+
+// What is checked is what is appended, whatever the client writes to the memory meanwhile. For one
+// thread at a time.
+class ChunkCopy {
+ public:
+  // Copies the chunk's k and v, whose views have no data yet, and gives them the copy's. Errors as
+  // of KvMemory (attnd.proto); ResourceExhausted if the system refuses memory.
+  absl::Status Take(const v1::KvMemory& proto, absl::string_view tenant,
+                    const HandlerContext& handlers, engine::AppendChunk* chunk);
+  // Frees the copy.
+  void Release() { bytes_.reset(); }
+
+ private:
+  std::unique_ptr<std::byte[]> bytes_;
+};
+
+}  // namespace attnd::server
+
+#endif  // ATTND_SERVER_CALLS_CHUNK_COPY_H_

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""attach(memory=True): prompts go to the server through shared memory. Here in parts of a few tokens, so that
+a prompt has many and they have to take turns in the memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
+import grpc
+
+import attnd
+import live_server
+from attnd.kv_memory import KvMemory
+from attnd.transformers import upload, upload_memory
+from conftest import require_program
+from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
+
+PARTS, PART_BYTES = 3, 1 << 12
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """What went through memory: the tokens of each chunk, in order; and small parts."""
+    for module in (upload, upload_memory):
+        monkeypatch.setattr(module, "PARTS", PARTS)
+        monkeypatch.setattr(module, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(upload, "MEMORY_BYTES_MIN", 1)
+    sent: list[int] = []
+    append = attnd.Client.append_kv
+
+    def watched(client, sequence, chunks, *, memory=None, **options):
+        chunks = tuple(chunks)
+        if memory is not None:
+            sent.extend(len(chunk.k) for chunk in chunks)
+        return append(client, sequence, chunks, memory=memory, **options)
+
+    monkeypatch.setattr(attnd.Client, "append_kv", watched)
+    return sent
+
+
+@pytest.fixture(scope="module")
+def target():
+    require_program()
+    with live_server.running("--allow-client-memory", "--max-memory-clients=8") as (target, _):
+        yield target
+
+
+def connections(monkeypatch) -> list[KvMemory]:
+    """Memories that the program has made."""
+    made: list[KvMemory] = []
+    make = attnd.Client.kv_memory
+
+    def kv_memory(*args, **options):
+        made.append(make(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(attnd.Client, "kv_memory", kv_memory)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_those_of_messages(target, parts, dtype):
+    model, ids = tiny(TINY[1]).to(dtype), prompt(TINY[1], 3, 100)
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    with attached(model, target) as attachment:
+        expected = generate(model, ids, attachment.new_cache(), attention_mask=mask).sequences
+        assert not parts
+    with attached(model, target, memory=True) as attachment:
+        got = generate(model, ids, attachment.new_cache(), attention_mask=mask).sequences
+    assert torch.equal(got, expected)
+    assert sum(parts) == 3 * (100 + 63 + 100) and len(parts) > 3 * 3 * PARTS
+
+
+def test_a_prompt_in_chunks(target, parts):
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 90)
+    expected = local(model, ids).sequences
+    with attached(model, target, memory=True) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        for start in (0, 20, 55):
+            model(ids[:, start : {0: 20, 20: 55, 55: 89}[start]], past_key_values=cache)
+        assert torch.equal(generate(model, ids, cache).sequences, expected)
+    assert sum(parts) == 2 * 3 * 89
+
+
+def test_prompts_take_turns_in_one_memory(target, parts, monkeypatch):
+    made = connections(monkeypatch)
+    model = load(TINY[0])
+    with attached(model, target, memory=True) as attachment:
+        for columns in (30, 50, 40):
+            ids = prompt(TINY[0], 1, columns)
+            assert torch.equal(generate(model, ids, attachment.new_cache()).sequences, local_of(model, ids))
+        assert len(made) == 1 and not made[0].ended()
+    assert made[0].ended()
+
+
+def local_of(model, ids):
+    """Its tokens with local attention, while it is attached."""
+    model.set_attn_implementation("sdpa")
+    try:
+        return local(model, ids).sequences
+    finally:
+        model.set_attn_implementation("attnd")
+
+
+def test_prompts_at_once_have_a_memory_each(target, parts, monkeypatch):
+    made = connections(monkeypatch)
+    model = load(TINY[0])
+    with attached(model, target, memory=True) as attachment, torch.no_grad():
+        caches = [attachment.new_cache() for _ in range(2)]
+        prompts = [prompt(TINY[0], 1, 40), prompt(TINY[0], 1, 60)]
+        for cache, ids in zip(caches, prompts):
+            model(ids[:, :-1], past_key_values=cache)
+        assert len(made) == 2
+        for cache, ids in zip(caches, prompts):
+            assert torch.equal(generate(model, ids, cache).sequences, local_of(model, ids))
+        with attachment.new_cache() as cache:
+            generate(model, prompts[0], cache)
+        assert len(made) == 2
+
+
+def test_small_prompts_are_messages(target, parts, monkeypatch):
+    monkeypatch.setattr(upload, "MEMORY_BYTES_MIN", 1 << 20)
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 40)
+    with attached(model, target, memory=True) as attachment:
+        generate(model, ids, attachment.new_cache())
+    assert not parts
+
+
+def test_without_room_prompts_are_messages(parts, caplog, monkeypatch):
+    """One region is the passes'."""
+    require_program()
+    asked, ask = [], attnd.Client.kv_memory
+    monkeypatch.setattr(
+        attnd.Client, "kv_memory", lambda *args, **kw: asked.append(1) or ask(*args, **kw)
+    )
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 60)
+    expected = local(model, ids).sequences
+    with live_server.running("--allow-client-memory", "--client-memory-bytes=4KiB") as (target, _):
+        with attached(model, target, memory=True) as attachment:
+            for _ in range(2):
+                got = generate(model, ids, attachment.new_cache()).sequences
+                assert torch.equal(got, expected)
+    assert not parts and len(asked) == 2  # once for each prompt
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    (warning,) = [text for text in warnings if text.startswith("prompts are sent as messages")]
+    assert "client_memory_bytes" in warning
+
+
+def test_an_upload_that_fails_takes_its_memory_along(target, parts, monkeypatch):
+    """The server may still read it."""
+    made = connections(monkeypatch)
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 60)
+    append = attnd.Client.append_kv
+    failing = threading.Event()
+
+    def fail(client, sequence, chunks, **options):
+        if failing.is_set():
+            raise attnd.UnavailableError(grpc.StatusCode.UNAVAILABLE, "planted")
+        return append(client, sequence, chunks, **options)
+
+    monkeypatch.setattr(attnd.Client, "append_kv", fail)
+    with attached(model, target, memory=True) as attachment, torch.no_grad():
+        failing.set()
+        with attachment.new_cache() as cache:
+            with pytest.raises(attnd.UnavailableError, match="planted"):
+                model(ids, past_key_values=cache)
+                cache.end_prompt()
+        assert made[0].ended()
+        failing.clear()
+        with attachment.new_cache() as cache:
+            assert torch.equal(generate(model, ids, cache).sequences, local_of(model, ids))
+        assert len(made) == 2
+
+
+def test_a_server_that_was_started_anew(tmp_path, parts, monkeypatch):
+    """The memory that the one before had is not used again."""
+    require_program()
+    made = connections(monkeypatch)
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 60)
+    with live_server.to_be_ended(tmp_path / "1", "--allow-client-memory") as (target, server):
+        with attached(model, target, memory=True) as attachment:
+            generate(model, ids, attachment.new_cache())
+            live_server.stop(server)
+            server.kill()
+            server.wait()
+            with live_server.to_be_ended(tmp_path / "1", "--allow-client-memory"):
+                with attachment.new_cache() as cache:
+                    assert torch.equal(generate(model, ids, cache).sequences, local_of(model, ids))
+            assert len(made) == 2 and made[0].ended()
