@@ -29,7 +29,7 @@ SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* 
       shape_(builder->view().shape),
       first_row_(static_cast<uint32_t>(builder->view().tail_begin % kTailBlockTokens)),
       block_count_((first_row_ + uint64_t{builder->segment().tokens()} - 1) / kTailBlockTokens + 1),
-      uploader_(store, context) {}
+      uploader_(store, context, &uploads_) {}
 
 absl::Status SegmentBuild::OfDevice(absl::Status status) {
   device_failed_ |= !status.ok() && !absl::IsResourceExhausted(status);
@@ -144,6 +144,11 @@ absl::Status SegmentBuild::UploadLayers(uint32_t first, uint32_t count) {
                   : uploader_.SendTokens(BlockAt(b, layer), *view.tail[b], shape_, layer, tokens));
     }
   }
+  const auto for_each = [&](size_t items, absl::FunctionRef<void(size_t)> item) {
+    workers_->ForEach(items, item);
+  };
+  ATTND_RETURN_IF_ERROR(context_->SendAll(uploads_, for_each));
+  uploads_.clear();
   ATTND_RETURN_IF_ERROR(context_->Flush());  // the input buffer is wanted for the jobs
   uploader_.SetArrived();
   return absl::OkStatus();

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
@@ -51,6 +52,41 @@ absl::Status StreamContext::Send(std::byte* to, const std::byte* from, uint64_t 
     to += piece;
     from += piece;
     bytes -= piece;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StreamContext::SendAll(std::span<const Upload> uploads, ForEach for_each) {
+  std::vector<std::byte*> places;
+  while (!uploads.empty()) {
+    // One half is written while the other one is copied.
+    const uint64_t room = std::min(room_.input_bytes / 2, room_.input_bytes - sent_bytes_);
+    places.clear();
+    uint64_t bytes = 0;
+    for (const Upload& upload : uploads) {
+      if (upload.bytes > room - bytes) break;
+      places.push_back(input_ + sent_bytes_ + bytes);
+      bytes += upload.bytes;
+    }
+    if (places.empty() && sent_bytes_ > 0) {
+      ATTND_RETURN_IF_ERROR(Synchronize());
+      continue;
+    }
+    if (places.empty()) {  // larger than the buffer's half
+      const Upload& large = uploads.front();
+      ATTND_RETURN_IF_ERROR(Send(large.to, large.from, large.bytes));
+      uploads = uploads.subspan(1);
+      continue;
+    }
+    for_each(places.size(),
+             [&](size_t i) { std::memcpy(places[i], uploads[i].from, uploads[i].bytes); });
+    busy_ = true;
+    for (size_t i = 0; i < places.size(); ++i) {
+      ATTND_RETURN_IF_ERROR(stream_->CopyToDevice(uploads[i].to, places[i], uploads[i].bytes));
+    }
+    counts_->to_device.fetch_add(bytes, std::memory_order_relaxed);
+    sent_bytes_ += bytes;
+    uploads = uploads.subspan(places.size());
   }
   return absl::OkStatus();
 }

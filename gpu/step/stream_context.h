@@ -12,9 +12,11 @@
 #include <span>
 #include <utility>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "gpu/device/device.h"
+#include "gpu/step/row_description.h"
 #include "gpu/step/step_writer.h"
 #include "gpu/step/wave_memory.h"
 
@@ -60,6 +62,10 @@ class StreamContext {
 
   // Copies to the device by way of the input buffer, in pieces; `from` may change once it returns.
   absl::Status Send(std::byte* to, const std::byte* from, uint64_t bytes);
+  // Calls its second argument for 0 ... its first one less 1, maybe by several threads at once.
+  using ForEach = absl::FunctionRef<void(size_t, absl::FunctionRef<void(size_t)>)>;
+  // Send of all of them; the input buffer is written by `for_each`.
+  absl::Status SendAll(std::span<const Upload> uploads, ForEach for_each);
   // Send of pages that lie anywhere, to follow one another.
   absl::Status SendPages(std::byte* to, std::span<const std::byte* const> pages,
                          uint64_t page_bytes);

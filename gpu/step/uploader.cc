@@ -107,7 +107,7 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
   if (SendsWhole(*resident, layer, tokens)) return SendTokens(to, block, shape, layer, tokens);
   std::vector<Upload> now;
   AddRows(block, shape, layer, to, first_token, begin, tokens, later != nullptr ? later : &now);
-  return SendAll(now);
+  return SendNow(now);
 }
 
 bool Uploader::SendsWhole(const Resident& resident, uint32_t layer, uint32_t tokens) {
@@ -117,17 +117,23 @@ bool Uploader::SendsWhole(const Resident& resident, uint32_t layer, uint32_t tok
 absl::Status Uploader::SendTokens(std::byte* to, const TailBlock& block, const ModelShape& shape,
                                   uint32_t layer, uint32_t tokens) {
   CHECK_LE(tokens, kTailBlockTokens);
+  std::vector<Upload> uploads;
   if (tokens == kTailBlockTokens) {
-    return context_->Send(to, block.pages(layer, 0), block.size() / shape.layers);
+    uploads.push_back(
+        {.to = to, .from = block.pages(layer, 0), .bytes = block.size() / shape.layers});
+  } else {
+    AddRows(block, shape, layer, to, /*first_token=*/0, 0, tokens, &uploads);
   }
-  std::vector<Upload> rows;
-  AddRows(block, shape, layer, to, /*first_token=*/0, 0, tokens, &rows);
-  return SendAll(rows);
+  return SendNow(uploads);
 }
 
-absl::Status Uploader::SendAll(std::span<const Upload> rows) {
-  for (const Upload& row : rows) {
-    ATTND_RETURN_IF_ERROR(context_->Send(row.to, row.from, row.bytes));
+absl::Status Uploader::SendNow(std::span<const Upload> uploads) {
+  if (gathered_ != nullptr) {
+    gathered_->insert(gathered_->end(), uploads.begin(), uploads.end());
+    return absl::OkStatus();
+  }
+  for (const Upload& upload : uploads) {
+    ATTND_RETURN_IF_ERROR(context_->Send(upload.to, upload.from, upload.bytes));
   }
   return absl::OkStatus();
 }

@@ -31,7 +31,10 @@ namespace attnd::gpu {
 // yet.
 class Uploader {
  public:
-  Uploader(DeviceCopyStore* store, StreamContext* context) : store_(store), context_(context) {}
+  // gathered: where tokens go in place of being sent at once; whoever has it sends them. Null: there
+  // is none.
+  Uploader(DeviceCopyStore* store, StreamContext* context, std::vector<Upload>* gathered = nullptr)
+      : store_(store), context_(context), gathered_(gathered) {}
   // Waits for copies under way.
   ~Uploader() { Release(); }
   Uploader(const Uploader&) = delete;
@@ -88,10 +91,11 @@ class Uploader {
 
   // Appends what has been pinned behind the first `before` pins.
   void AddPinned(size_t before, std::vector<Resident*>* residents) const;
-  absl::Status SendAll(std::span<const Upload> rows);
+  absl::Status SendNow(std::span<const Upload> uploads);
 
   DeviceCopyStore* const store_;
   StreamContext* const context_;
+  std::vector<Upload>* const gathered_;
   std::vector<std::shared_ptr<Resident>> pins_;
   std::vector<Arrival> arrivals_;
 };

@@ -16,7 +16,7 @@ from attnd.transformers.regions import OneWarning
 # Parts of a prompt that are under way at once: while the server takes one the next is written.
 PARTS = 4
 # Of a part, keys and values together.
-PART_BYTES = 16 << 20
+PART_BYTES = 32 << 20
 
 
 class UploadMemory:
