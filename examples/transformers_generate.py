@@ -109,7 +109,7 @@ class Answer:
 def generate(model: Any, ids: torch.Tensor, cache: Cache, new_tokens: int) -> Answer:
     """Chooses tokens greedily."""
     begun = time.monotonic()
-    with torch.inference_mode():
+    with torch.no_grad():  # a static cache is written to by generate(), which is in no other mode
         model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
     if isinstance(cache, attnd.transformers.AttndCache):
         cache.end_prompt()
