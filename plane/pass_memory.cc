@@ -36,9 +36,9 @@ absl::Status CheckPlace(absl::string_view field, uint64_t offset, uint64_t bytes
         absl::StrCat(field, " is ", offset, "; allowed are multiples of ", kAlignmentBytes));
   }
   if (offset <= region_bytes && bytes <= region_bytes - offset) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(field, " is ", offset, ": of the ", bytes,
-                                                 " bytes from there not all lie in the region, which has ",
-                                                 region_bytes, " bytes"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      field, " is ", offset, ": of the ", bytes,
+      " bytes from there not all lie in the region, which has ", region_bytes, " bytes"));
 }
 
 }  // namespace attnd::plane

@@ -23,8 +23,8 @@ struct Span {
 absl::Status CheckSpan(absl::string_view field, const Span& span, uint64_t bytes, uint32_t layers,
                        uint64_t region_bytes);
 
-// InvalidArgument, naming `field`, unless `offset` is a multiple of kAlignmentBytes and `bytes` from
-// there on lie in a region of `region_bytes`.
+// InvalidArgument, naming `field`, unless `offset` is a multiple of kAlignmentBytes and `bytes`
+// from there on lie in a region of `region_bytes`.
 absl::Status CheckPlace(absl::string_view field, uint64_t offset, uint64_t bytes,
                         uint64_t region_bytes);
 

@@ -22,7 +22,7 @@ RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
 
 RegionTable::~RegionTable() {
   const MutexLock lock(mutex_);
-  for (const auto& [id, entry] : entries_) CHECK(!entry.in_use) << "a pass outlives its region";
+  for (const auto& [id, entry] : entries_) CHECK(!entry.in_use) << "a use outlives its region";
 }
 
 absl::Status RegionTable::CheckRoomLocked(OwnerId owner, uint64_t bytes) const {
@@ -174,16 +174,15 @@ void RegionTable::RemoveOwner(OwnerId owner) {
   for (const uint64_t id : ids) RemoveLocked(id, &unmapped);
 }
 
-absl::StatusOr<RegionUse> RegionTable::Use(absl::string_view tenant, uint64_t id) {
+absl::StatusOr<RegionUse> RegionTable::Use(absl::string_view field, absl::string_view tenant,
+                                           uint64_t id) {
   const MutexLock lock(mutex_);
   const auto found = entries_.find(id);
   if (found == entries_.end() || found->second.gone || found->second.tenant != tenant) {
-    return absl::NotFoundError(
-        absl::StrCat("begin_pass.memory.region_id ", id, " is not registered"));
+    return absl::NotFoundError(absl::StrCat(field, " ", id, " is not registered"));
   }
   if (found->second.in_use) {
-    return absl::AbortedError(
-        absl::StrCat("begin_pass.memory.region_id ", id, " is in use by another pass"));
+    return absl::AbortedError(absl::StrCat(field, " ", id, " is in use by another pass or upload"));
   }
   found->second.in_use = true;
   const Mapped& memory = found->second.memory;

@@ -59,7 +59,8 @@ struct RegisteredRegion {
 
 class RegionTable;
 
-// A pass's hold on a region: the memory stays mapped, and no other pass may use it. Movable.
+// A pass's or an upload's hold on a region: the memory stays mapped, and nobody else may use it.
+// Movable.
 class RegionUse {
  public:
   RegionUse() = default;
@@ -101,8 +102,8 @@ struct RegionDevice {
 // Ids are drawn at random from 64 bits: who has not been told one does not find it. Besides, a
 // region is only there for its tenant.
 //
-// A region that is unregistered while a pass uses it is gone for everybody but this pass, and
-// counts against the limits until the pass ends.
+// A region that is unregistered while a pass or an upload uses it is gone for everybody else, and
+// counts against the limits until that use ends.
 //
 // A region may have a twin: as much memory of the device's, rounded up, in which a client on the
 // same device has the same things at the same offsets (plane/words.h). It goes with its region.
@@ -130,8 +131,8 @@ class RegionTable {
   // Unregisters all regions of an owner that is gone.
   void RemoveOwner(OwnerId owner);
 
-  // NotFound if the tenant has no such region, Aborted if another pass uses it.
-  absl::StatusOr<RegionUse> Use(absl::string_view tenant, uint64_t id);
+  // NotFound if the tenant has no such region, Aborted if somebody uses it; both name `field`.
+  absl::StatusOr<RegionUse> Use(absl::string_view field, absl::string_view tenant, uint64_t id);
 
   struct Usage {
     uint64_t regions = 0;

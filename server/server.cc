@@ -283,7 +283,7 @@ void ServerImpl::Shutdown(const ShutdownLimits& limits) {
       LOG(ERROR) << "shutdown: " << streams_.size() << " streams do not end";
     }
   }
-  // 5. No pass is left that uses clients' memory, which goes now.
+  // 5. No pass or upload is left that uses clients' memory, which goes now.
   memory_socket_.reset();
   // 6. Calls that run are answered.
   if (!open_calls_.WaitUntilNone(limits.calls)) LOG(WARNING) << "shutdown: calls do not end";

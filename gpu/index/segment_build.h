@@ -64,8 +64,8 @@ class SegmentBuild {
   StreamContext* const context_;
   attention::WorkerPool* const workers_;
   const ModelShape& shape_;
-  const uint32_t first_row_;    // place of the segment's first token in the first tail block
-  const uint64_t block_count_;  // tail blocks with the segment's tokens
+  const uint32_t first_row_;     // place of the segment's first token in the first tail block
+  const uint64_t block_count_;   // tail blocks with the segment's tokens
   std::vector<Upload> uploads_;  // of a batch's layers; before uploader_, which fills it
   Uploader uploader_;
   uint32_t layers_at_once_ = 0;

@@ -107,7 +107,7 @@ absl::Status Uploader::UploadTokens(Resident* resident, const TailBlock& block,
   if (SendsWhole(*resident, layer, tokens)) return SendTokens(to, block, shape, layer, tokens);
   std::vector<Upload> now;
   AddRows(block, shape, layer, to, first_token, begin, tokens, later != nullptr ? later : &now);
-  return SendNow(now);
+  return SendOrGather(now);
 }
 
 bool Uploader::SendsWhole(const Resident& resident, uint32_t layer, uint32_t tokens) {
@@ -124,10 +124,10 @@ absl::Status Uploader::SendTokens(std::byte* to, const TailBlock& block, const M
   } else {
     AddRows(block, shape, layer, to, /*first_token=*/0, 0, tokens, &uploads);
   }
-  return SendNow(uploads);
+  return SendOrGather(uploads);
 }
 
-absl::Status Uploader::SendNow(std::span<const Upload> uploads) {
+absl::Status Uploader::SendOrGather(std::span<const Upload> uploads) {
   if (gathered_ != nullptr) {
     gathered_->insert(gathered_->end(), uploads.begin(), uploads.end());
     return absl::OkStatus();

@@ -31,8 +31,8 @@ namespace attnd::gpu {
 // yet.
 class Uploader {
  public:
-  // gathered: where tokens go in place of being sent at once; whoever has it sends them. Null: there
-  // is none.
+  // gathered: where tail blocks' tokens go in place of being sent at once: whoever has it sends
+  // them (StreamContext::SendAll) before SetArrived. Null: they are sent.
   Uploader(DeviceCopyStore* store, StreamContext* context, std::vector<Upload>* gathered = nullptr)
       : store_(store), context_(context), gathered_(gathered) {}
   // Waits for copies under way.
@@ -91,7 +91,7 @@ class Uploader {
 
   // Appends what has been pinned behind the first `before` pins.
   void AddPinned(size_t before, std::vector<Resident*>* residents) const;
-  absl::Status SendNow(std::span<const Upload> uploads);
+  absl::Status SendOrGather(std::span<const Upload> uploads);
 
   DeviceCopyStore* const store_;
   StreamContext* const context_;

@@ -96,7 +96,6 @@ void AppendReactor::Continue(const absl::Status& status) {
   if (stop_requested_) return FinishLocked(ShuttingDown());
   state_ = State::kReading;
   // An upload that pauses keeps no chunk in memory.
-  copy_.Release();
   if (!ReleaseLarge(&request_, handlers_->trimmer)) request_.Clear();
   StartRead(&bytes_);
 }
@@ -111,6 +110,7 @@ void AppendReactor::TakeMessage() {
     if (handlers_->room_waits->Enqueue(this)) return;
   }
   waits_for_room_ = false;
+  copy_.Release(handlers_->trimmer);
   if (full) {
     const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
     handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
@@ -155,6 +155,7 @@ absl::Status AppendReactor::Observe() {
 absl::Status AppendReactor::AppendChunk() {
   ATTND_ASSIGN_OR_RETURN(engine::AppendChunk chunk, FromProto(request_));
   if (request_.has_memory()) {
+    if (cancelled_.load()) return ClientGone();  // it may write something else there by now
     ATTND_RETURN_IF_ERROR(copy_.Take(request_.memory(), tenant_, *handlers_, &chunk));
   }
   chunk.may_wait = waits_for_room_;

@@ -93,7 +93,7 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   // Belong to gRPC while reading, to the work otherwise.
   grpc::ByteBuffer bytes_;  // of a message that has not been parsed
   v1::AppendKvRequest request_;
-  ChunkCopy copy_;  // of a chunk that lies in shared memory
+  ChunkCopy copy_;       // of a chunk that lies in shared memory
   bool parsed_ = false;  // request_ is the message
   uint64_t messages_ = 0;
   uint64_t sequence_id_ = 0;

@@ -5,6 +5,7 @@
 #define ATTND_SERVER_CALLS_CHUNK_COPY_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -19,15 +20,20 @@ namespace attnd::server {
 // thread at a time.
 class ChunkCopy {
  public:
-  // Copies the chunk's k and v, whose views have no data yet, and gives them the copy's. Errors as
-  // of KvMemory (attnd.proto); ResourceExhausted if the system refuses memory.
+  // Gives the chunk's k and v, whose views have no data yet, that of a copy. The first call copies
+  // it; later ones, for a chunk that is tried again, find it. Errors as of KvMemory (attnd.proto);
+  // ResourceExhausted if the system refuses memory.
   absl::Status Take(const v1::KvMemory& proto, absl::string_view tenant,
                     const HandlerContext& handlers, engine::AppendChunk* chunk);
-  // Frees the copy.
-  void Release() { bytes_.reset(); }
+  // The chunk is done with: frees the copy, if there is one.
+  void Release(HeapTrimmer* trimmer);
 
  private:
-  std::unique_ptr<std::byte[]> bytes_;
+  absl::Status Copy(const v1::KvMemory& proto, absl::string_view tenant,
+                    const HandlerContext& handlers, uint64_t k_bytes, uint64_t v_bytes);
+
+  std::unique_ptr<std::byte[]> bytes_;  // of k, and v behind it
+  uint64_t size_ = 0;
 };
 
 }  // namespace attnd::server

@@ -83,8 +83,9 @@ absl::StatusOr<std::unique_ptr<MemoryPass>> MemoryPass::Declare(const Stream& st
                    " is STATS_EACH_LAYER; allowed are STATS_OF_PASS and STATS_NONE over memory");
   }
   ATTND_RETURN_IF_ERROR(CheckSpin("begin_pass.memory.spin_us", proto.spin_us()));
-  ATTND_ASSIGN_OR_RETURN(plane::RegionUse region, stream.handlers->memory->regions()->Use(
-                                                      *stream.tenant, proto.region_id()));
+  ATTND_ASSIGN_OR_RETURN(plane::RegionUse region,
+                         stream.handlers->memory->regions()->Use(
+                             "begin_pass.memory.region_id", *stream.tenant, proto.region_id()));
   ATTND_RETURN_IF_ERROR(plane::CheckSpan("begin_pass.memory.words",
                                          {.offset = proto.words_offset(), .layer_stride = 0},
                                          sizeof(plane::Words), 1, region.bytes()));

@@ -91,8 +91,9 @@ absl::StatusOr<std::vector<nanoseconds>> CheckAndAnswer(const RoundTripStream& s
 absl::StatusOr<std::vector<nanoseconds>> TakeTurns(const RoundTripStream& stream,
                                                    const v1::DecodeRequest& request) {
   const v1::PassMemory& memory = request.round_trip().memory();
-  ATTND_ASSIGN_OR_RETURN(const plane::RegionUse region, stream.handlers->memory->regions()->Use(
-                                                            *stream.tenant, memory.region_id()));
+  ATTND_ASSIGN_OR_RETURN(const plane::RegionUse region,
+                         stream.handlers->memory->regions()->Use(
+                             "round_trip.memory.region_id", *stream.tenant, memory.region_id()));
   ATTND_RETURN_IF_ERROR(plane::CheckSpan("round_trip.memory.words",
                                          {.offset = memory.words_offset(), .layer_stride = 0},
                                          sizeof(plane::Words), 1, region.bytes()));

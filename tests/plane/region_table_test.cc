@@ -89,26 +89,26 @@ TEST(RegionTableTest, ARegionIsItsOwnersAndItsTenants) {
   ASSERT_EQ(table.List(1).size(), 1u);
   EXPECT_EQ(table.List(1)[0].id, mine);
   EXPECT_EQ(table.List(1)[0].bytes, 4096u);
-  EXPECT_TRUE(absl::IsNotFound(table.Use("b", mine).status()));
-  EXPECT_TRUE(absl::IsNotFound(table.Use("a", mine + 1).status()));
-  EXPECT_TRUE(table.Use("a", mine).ok());
+  EXPECT_TRUE(absl::IsNotFound(table.Use("region_id", "b", mine).status()));
+  EXPECT_TRUE(absl::IsNotFound(table.Use("region_id", "a", mine + 1).status()));
+  EXPECT_TRUE(table.Use("region_id", "a", mine).ok());
   table.RemoveOwner(2);
-  EXPECT_TRUE(absl::IsNotFound(table.Use("b", other).status()));
-  EXPECT_TRUE(table.Use("a", mine).ok());
+  EXPECT_TRUE(absl::IsNotFound(table.Use("region_id", "b", other).status()));
+  EXPECT_TRUE(table.Use("region_id", "a", mine).ok());
 }
 
 TEST(RegionTableTest, APassKeepsItsRegionAlone) {
   RegionTable table(kLimits);
   const uint64_t id = table.Register(1, "", 4096)->info.id;
   {
-    auto use = table.Use("", id);
+    auto use = table.Use("region_id", "", id);
     ASSERT_TRUE(use.ok());
     EXPECT_TRUE(table.List(1)[0].in_use);
-    EXPECT_TRUE(absl::IsAborted(table.Use("", id).status()));
+    EXPECT_TRUE(absl::IsAborted(table.Use("region_id", "", id).status()));
     // Gone for everybody else, but not from under the pass, and it still counts.
     ASSERT_TRUE(table.Unregister(1, id).ok());
     EXPECT_TRUE(absl::IsNotFound(table.Unregister(1, id)));
-    EXPECT_TRUE(absl::IsNotFound(table.Use("", id).status()));
+    EXPECT_TRUE(absl::IsNotFound(table.Use("region_id", "", id).status()));
     EXPECT_TRUE(table.List(1).empty());
     EXPECT_EQ(table.usage().bytes, 4096u);
     table.RemoveOwner(1);
@@ -153,11 +153,11 @@ TEST_F(Twins, ARegionMayHaveOne) {
   ASSERT_TRUE(region.ok() && region->twin.ok()) << region->twin.status();
   EXPECT_EQ(region->twin->bytes, kUnit);
   EXPECT_EQ(table_.usage().twin_bytes, kUnit);
-  EXPECT_EQ(table_.Use("", region->info.id)->twin(), memory_);
+  EXPECT_EQ(table_.Use("region_id", "", region->info.id)->twin(), memory_);
   const auto without = table_.Register(1, "", 5000);
   ASSERT_TRUE(without.ok());
   EXPECT_TRUE(absl::IsUnimplemented(without->twin.status()));
-  EXPECT_EQ(table_.Use("", without->info.id)->twin(), nullptr);
+  EXPECT_EQ(table_.Use("region_id", "", without->info.id)->twin(), nullptr);
   EXPECT_EQ(table_.usage().twin_bytes, kUnit);
 }
 
@@ -169,7 +169,7 @@ TEST_F(Twins, TheyGoWithTheirRegions) {
   ASSERT_TRUE(table_.Unregister(1, first).ok());
   EXPECT_EQ(held_.use_count(), 2);
   {
-    const auto use = table_.Use("", second);
+    const auto use = table_.Use("region_id", "", second);
     table_.RemoveOwner(1);
     EXPECT_EQ(held_.use_count(), 2);
     EXPECT_EQ(table_.usage().twin_bytes, kUnit);
@@ -226,7 +226,7 @@ TEST(RegionTableTest, ThreadsComeAndGo) {
         ASSERT_TRUE(region.ok());
         last = region->info.id;
         // Of one's own, or of another who may just have removed it.
-        const auto use = table.Use("", last);
+        const auto use = table.Use("region_id", "", last);
         if (use.ok()) use->data()[owner] = std::byte{1};
         if (i % 3 == 0) {
           table.RemoveOwner(owner);

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from attnd.transformers.streams import ModelGpu
 from torch_on_emulated import TorchGpu
 
 
@@ -63,7 +64,7 @@ class Captures:
         self.fails = False
         self._gpu = gpu
 
-    def __call__(self, device: torch.device, run: Callable[[], Any]) -> tuple[EmulatedGraph, Any]:
+    def __call__(self, where: ModelGpu, run: Callable[[], Any]) -> tuple[EmulatedGraph, Any]:
         graph = EmulatedGraph(self._gpu)
         self._gpu.captured = graph
         try:

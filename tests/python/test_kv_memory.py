@@ -106,3 +106,34 @@ def test_a_closed_memory_is_gone(client):
     with pytest.raises(attnd.NotFoundError):
         client.append_kv(sequence, [attnd.KvChunk(0, 0, k, k)], memory=memory)
     assert np.array_equal(k, case.k[0])
+
+
+def test_a_call_that_fails_closes_the_memory(client):
+    """The server may read it for the last time when the call has raised: it is nobody's any
+    more."""
+    case = Case.random(64)
+    sequence = client.open_sequence(case.model).sequence_id
+    for faulty in (attnd.KvChunk(0, 9, case.k[0], case.v[0]), attnd.KvChunk(0, 0, case.k[0])):
+        memory = client.kv_memory(1 << 18)
+        k = in_memory(memory, faulty.k, 0)
+        v = None if faulty.v is None else in_memory(memory, faulty.v, 1 << 17)
+        with pytest.raises(attnd.AttndError):
+            client.append_kv(sequence, [attnd.KvChunk(0, faulty.first_position, k, v)],
+            memory=memory)
+        assert memory.ended()
+    with client.kv_memory(1 << 18) as memory:
+        k, v = in_memory(memory, case.k[0], 0), in_memory(memory, case.v[0], 1 << 17)
+        client.append_kv(sequence, [attnd.KvChunk(0, 0, k, v)], memory=memory)
+        assert not memory.ended()
+
+
+def test_units_that_no_message_has_room_for(client):
+    """Tokens of 1150 bytes begin at multiples of 64 bytes in units of 32."""
+    with client.kv_memory(1 << 20) as memory:
+        k = memory.array(0, (64, 1, 575), "fp16")
+        v = memory.array(1 << 19, (64, 1, 575), "fp16")
+        chunk = attnd.KvChunk(0, 0, k, v)
+        with pytest.raises(ValueError, match="32 tokens, .* messages have at most 65536"):
+            list(requests.append_requests(9, [chunk], False, None, 1 << 16, memory))
+        messages = requests.append_requests(9, [chunk], False, None, 1 << 17, memory)
+        assert [message.k.shape[0] for message in messages] == [32, 32]

@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="Transformers is not installed")
 import attnd
 import live_server
 import transformers_models
+from attnd.transformers import cache as cache_module
 from attnd.transformers import graphs
 from conftest import require_program
 from emulated_fixtures import library  # noqa: F401
@@ -140,18 +141,22 @@ class attached_local:
 
 
 @torch.no_grad()
-def test_calls_without_positions(target, captures):
-    """Models number the next column themselves; a graph is told."""
+@pytest.mark.parametrize("named", [{}, {"position_ids": None}])
+def test_calls_without_positions_are_the_models(target, captures, named):
+    """It makes them of the cache's length, or of the mask."""
     model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
     with attached(model, target) as attachment, attached_local(model) as plain:
-        cache = attachment.new_cache()
         plain(ids)
-        model(input_ids=ids, past_key_values=cache)
+        caches = [attachment.new_cache() for _ in range(2)]
+        for cache in caches:
+            model(input_ids=ids, past_key_values=cache)
         for number in range(7):
             step = ids[:, number : number + 1]
-            got = model(input_ids=step, past_key_values=cache).logits
-            assert torch.allclose(got, plain(step).logits, atol=1e-3)
-        assert captures.replays == 4
+            expected = plain(step).logits
+            for cache in caches:
+                got = model(input_ids=step, past_key_values=cache, **named).logits
+                assert torch.allclose(got, expected, atol=1e-3)
+    assert captures.made == []
 
 
 @torch.no_grad()
@@ -160,9 +165,9 @@ def test_an_output_stays_as_it_was(target, captures):
     with attached(model, target) as attachment:
         cache = attachment.new_cache()
         tokens(model, cache, ids, ids[:, :4])
-        outputs = [model(input_ids=ids[:, :1], past_key_values=cache) for _ in range(2)]
+        outputs = [step(model, cache, ids[:, :1]) for _ in range(2)]
         first = outputs[0].logits.clone()
-        outputs.append(model(input_ids=ids[:, 1:2], past_key_values=cache))
+        outputs.append(step(model, cache, ids[:, 1:2]))
         assert torch.equal(outputs[0].logits, first)
         assert not torch.equal(outputs[1].logits, outputs[2].logits)
         assert all(output.past_key_values is cache for output in outputs)
@@ -179,30 +184,130 @@ class Planted(torch.nn.Module):
         return self._norm(hidden) + self.number(hidden)
 
 
-@pytest.mark.parametrize("kind", ["a number of Python's", "read on the host", "a shape"])
-def test_what_differs_from_token_to_token_is_not_captured(target, captures, caplog, kind):
-    """A replay would repeat the number of the token that was captured."""
-    model, ids = tiny(TINY[0]), prompt(TINY[0], 1, 30)
-    lengths: list[int] = []  # of the caches, as Python's code could know them
+PLANTED = {
+    # By the columns of the model's cache, as Python's code could know them.
+    "a number of Python's": lambda hidden, columns: columns % 13 * 0.05,
+    "read on the host": lambda hidden, columns: 0.1 if float(hidden.sum()) > 0 else 0.2,
+    "a choice on the host": lambda hidden, columns: 0.1 if (hidden.sum() > 0) else 0.2,
+    "a shape": lambda hidden, columns: torch.ones(columns % 13 + 1).sum() * 0.05,
+    "flags": lambda hidden, columns: hidden[hidden > 0].sum() * 0.001,
+}
 
-    def length() -> int:
-        lengths.append(0)
-        return len(lengths) % 13
 
-    numbers = {
-        "a number of Python's": lambda hidden: length() * 0.05,
-        "read on the host": lambda hidden: 0.1 if float(hidden.sum()) > 0 else 0.2,
-        "a shape": lambda hidden: torch.ones(length() + 1).sum() * 0.05,
-    }
-    model.model.norm = Planted(model.model.norm, numbers[kind])
-    expected = local(model, ids).sequences
-    lengths.clear()
-    with attached(model, target) as attachment:
-        got = generate(model, ids, attachment.new_cache()).sequences
-    assert torch.equal(got, expected)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_differs_from_token_to_token_is_not_captured(target, captures, caplog, kind, mode):
+    """A replay would repeat what was so at the token that was captured. Caches of equal length show
+    nothing: the calls that are compared are those of different ones."""
+    model, plain, ids = tiny(TINY[0]), tiny(TINY[0]), prompt(TINY[0], 1, 30)
+    columns = [0]
+    for each in (model, plain):
+        each.model.norm = Planted(
+            each.model.norm, lambda hidden: PLANTED[kind](hidden, columns[0])
+        )
+    with attached(model, target) as attachment, mode():
+        caches = [attachment.new_cache() for _ in range(2)]
+        local_cache = transformers_models.DynamicCache()
+        for each, cache in ((model, caches[0]), (model, caches[1]), (plain, local_cache)):
+            each(input_ids=ids, past_key_values=cache)
+        for number in range(7):
+            columns[0] = 30 + number
+            column = ids[:, number : number + 1]
+            expected = step(plain, local_cache, column).logits
+            for cache in caches:
+                assert torch.allclose(step(model, cache, column).logits, expected, atol=1e-3)
     assert captures.made == []
     (warning,) = warnings_of(caplog)
-    assert ("_local_scalar_dense" if kind == "read on the host" else "at each token") in warning
+    assert "the model's forward" in warning
+
+
+def test_calls_behind_as_many_columns_show_nothing(target, captures):
+    """Two caches whose first tokens come in turns: the second cache's first call is not compared
+    with the first one's."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment:
+        caches = [attachment.new_cache() for _ in range(2)]
+        for cache in caches:
+            tokens(model, cache, ids, ids[:, :2])  # opens the session, and one that is noted
+        assert captures.made == []
+        tokens(model, caches[0], ids[:, :1])  # compared
+        assert captures.made == []
+        tokens(model, caches[1], ids[:, :1])
+        assert captures.replays == 1
+
+
+class ByMask(torch.nn.Module):
+    """In place of a model's forward: one that makes something of the mask."""
+
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, *args, position_ids=None, attention_mask=None, **kwargs):
+        output = self._forward(
+            *args, position_ids=position_ids, attention_mask=attention_mask, **kwargs
+        )
+        if attention_mask is not None:
+            output.logits = output.logits * attention_mask.sum(1)[:, None, None]
+        return output
+
+
+def test_a_model_that_computes_with_the_mask_is_not_captured(target, captures, caplog):
+    """A graph has no mask. Only attention may have looked at it."""
+    model, ids = tiny(TINY[0]), prompt(TINY[0], 2, 30)
+    model.forward = ByMask(model.forward).forward
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    expected = local(model, ids, attention_mask=mask)
+    with attached(model, target) as attachment:
+        got = generate(model, ids, attachment.new_cache(), attention_mask=mask)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert captures.made == []
+    (warning,) = warnings_of(caplog)
+    assert "over the attention mask" in warning
+
+
+def test_modes_are_kinds_of_their_own(target, captures):
+    """PyTorch's operations are others under inference_mode: neither spoils the other one."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment:
+        cache = attachment.new_cache()
+        tokens(model, cache, ids, ids[:, :1])
+        for _ in range(4):
+            with torch.inference_mode():
+                step(model, cache, ids[:, :1])
+            with torch.no_grad():
+                step(model, cache, ids[:, :1])
+        assert len(captures.made) == 2 and captures.replays == 2 * 2
+
+
+def test_hidden_states_and_then_none(target, captures):
+    """Transformers leaves hooks behind, which do nothing."""
+    model, ids = tiny(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        tokens(model, cache, ids, ids[:, :5])
+        before = captures.replays
+        output = step(model, cache, ids[:, :1], output_hidden_states=True)
+        assert len(output.hidden_states) == 4 and captures.replays == before
+        tokens(model, cache, ids[:, :2])
+        assert captures.replays == before + 2
+
+
+def test_kinds_of_calls_have_graphs_of_their_own(target, captures):
+    """As many as a cache may have."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        tokens(model, cache, ids, ids[:, :1])
+        for _ in range(6):
+            for keep in range(3):
+                step(model, cache, ids[:, :1], logits_to_keep=keep)
+        assert len(captures.made) == 3 and captures.replays == 3 * 4
+        for keep in range(3, 9):
+            for _ in range(3):
+                step(model, cache, ids[:, :1], logits_to_keep=keep)
+        assert len(cache._batch.graphs) == graphs._GRAPHS_MAX
 
 
 def test_a_capture_that_fails(target, captures, caplog):
@@ -250,8 +355,111 @@ def tokens(model, cache, *prompt_and_tokens):
     *before, after = prompt_and_tokens
     for ids in before:
         model(input_ids=ids, past_key_values=cache)
-    passes = [model(input_ids=column, past_key_values=cache) for column in after.split(1, 1)]
-    return torch.cat([output.logits for output in passes], 1)
+    return torch.cat([step(model, cache, column).logits for column in after.split(1, 1)], 1)
+
+
+def step(model, cache, column, **options):
+    """A pass of a token for each row, which is told its positions."""
+    positions = torch.full_like(column[:1], cache.get_seq_length())
+    return model(input_ids=column, position_ids=positions, past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("change", ["train", "forward", "attention"])
+def test_what_python_looks_at_is_looked_at(target, captures, change):
+    model, ids = tiny(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment:
+        cache = attachment.new_cache()
+        tokens(model, cache, ids, ids[:, :5])
+        before, layer = captures.replays, model.model.layers[1].mlp
+        if change == "train":
+            layer.train()
+        elif change == "forward":
+            layer.forward = lambda hidden: hidden * 0
+        else:
+            model.set_attn_implementation("sdpa")
+            with pytest.raises(ValueError, match="its cache needs 'attnd'"):
+                tokens(model, cache, ids[:, :1])
+            return
+        got = tokens(model, cache, ids[:, :2])
+        assert captures.replays == before
+        assert not torch.equal(got[:, 0], got[:, 1])
+
+
+def test_an_interrupt_in_a_replay(target, captures, monkeypatch):
+    """Whatever is called behind it says that the cache is of no more use."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
+    with attached(model, target) as attachment:
+        cache = attachment.new_cache()
+        tokens(model, cache, ids, ids[:, :5])
+
+        def interrupt(*_) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs.TokenGraph, "replay", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                tokens(model, cache, ids[:, :1])
+        for options in ({}, {"logits_to_keep": 1}):
+            with pytest.raises(ValueError, match="of no more use|attended in 0 of 3 layers"):
+                with torch.no_grad():
+                    step(model, cache, ids[:, :1], **options)
+        other = attachment.new_cache()
+        tokens(model, other, ids, ids[:, :2])
+        assert captures.replays > 0
+
+
+def test_a_lost_attachment_is_replaced(target, captures):
+    """What it has left in the model is not called any more."""
+    model, ids = tiny(TINY[0]), prompt(TINY[0], 1, 30)
+    expected = local(model, ids).sequences
+    lost = attached(model, target)
+    generate(model, ids, lost.new_cache())
+    model.set_attn_implementation("sdpa")
+    with attached(model, target) as attachment:
+        for _ in range(2):
+            assert torch.equal(generate(model, ids, attachment.new_cache()).sequences, expected)
+    assert "forward" not in vars(model)
+    model.set_attn_implementation("sdpa")
+    lost.close()
+    assert "forward" not in vars(model)
+
+
+def test_a_model_with_a_forward_of_its_own(target, captures):
+    """A compiled one, say: it is called, and is there again."""
+    model, ids = tiny(TINY[0]), prompt(TINY[0], 1, 30)
+    expected, inner, called = local(model, ids).sequences, model.forward, []
+
+    def own(input_ids=None, position_ids=None, **kwargs):
+        called.append(1)
+        return inner(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    model.forward = own
+    with attached(model, target) as attachment:
+        assert torch.equal(generate(model, ids, attachment.new_cache()).sequences, expected)
+    assert model.forward is own and len(called) == 1 + 3 + 1 and captures.replays == 8
+
+
+def test_crop_fork_and_select_behind_replays(target, captures):
+    """The next replay is of what they have left."""
+    model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
+    plain, local_cache = tiny(TINY[0]), transformers_models.DynamicCache()
+    with attached(model, target) as attachment, torch.no_grad():
+        cache = attachment.new_cache()
+        whole = tokens(model, cache, ids, ids[:, :6])
+        plain(input_ids=ids, past_key_values=local_cache)
+        expected = tokens(plain, local_cache, ids[:, :6])
+        assert torch.allclose(whole, expected, atol=1e-3)
+        columns = cache.get_seq_length()
+        forked = cache.fork()
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        swapped = tokens(model, cache, ids.flip(0)[:, :2])
+        again = tokens(model, forked, ids[:, :3])
+        assert torch.allclose(swapped.flip(0), again[:, :2], atol=1e-4)
+        forked.crop(columns - 3 if not cache_module._CROP_REMOVES else -6)
+        assert forked.get_seq_length() == columns - 3
+        repeated = tokens(model, forked, ids[:, 3:6])
+        assert torch.allclose(repeated, expected[:, 3:], atol=1e-3)
+        assert captures.replays > 6
 
 
 def test_a_model_with_hooks_is_called(target, captures):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attach(memory=True): prompts go to the server through shared memory. Here in parts of a few tokens, so that
-a prompt has many and they have to take turns in the memory."""
+"""attach(memory=True): prompts go to the server through shared memory. Here in parts of a few
+tokens, so that a prompt has many and they have to take turns in the memory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import grpc
 
 import attnd
 import live_server
+from attnd.cuda.errors import CudaError
 from attnd.kv_memory import KvMemory
 from attnd.transformers import upload, upload_memory
 from conftest import require_program
@@ -95,7 +96,8 @@ def test_prompts_take_turns_in_one_memory(target, parts, monkeypatch):
     with attached(model, target, memory=True) as attachment:
         for columns in (30, 50, 40):
             ids = prompt(TINY[0], 1, columns)
-            assert torch.equal(generate(model, ids, attachment.new_cache()).sequences, local_of(model, ids))
+            assert torch.equal(generate(model, ids, attachment.new_cache()).sequences,
+            local_of(model, ids))
         assert len(made) == 1 and not made[0].ended()
     assert made[0].ended()
 
@@ -162,6 +164,7 @@ def test_an_upload_that_fails_takes_its_memory_along(target, parts, monkeypatch)
 
     def fail(client, sequence, chunks, **options):
         if failing.is_set():
+            options["memory"].close()  # as Client.append_kv does
             raise attnd.UnavailableError(grpc.StatusCode.UNAVAILABLE, "planted")
         return append(client, sequence, chunks, **options)
 
@@ -177,6 +180,58 @@ def test_an_upload_that_fails_takes_its_memory_along(target, parts, monkeypatch)
         with attachment.new_cache() as cache:
             assert torch.equal(generate(model, ids, cache).sequences, local_of(model, ids))
         assert len(made) == 2
+
+
+class Mapping:
+    """A GPU that knows memory, or refuses."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.mapped: list = []
+        self._refuses = refuses
+
+    def map(self, memory) -> int:
+        if self._refuses == "map":
+            raise CudaError("planted")
+        self.mapped.append(memory)
+        return 0
+
+    def unmap(self, memory) -> None:
+        if self._refuses == "unmap":
+            raise CudaError("planted")
+        self.mapped.remove(memory)
+
+
+def test_the_gpu_knows_what_lasts(target):
+    """One memory is kept for the next prompt; what else is given back goes, as does all in the
+    end."""
+    with attnd.Client(target) as client:
+        gpu = Mapping()
+        memories = upload_memory.UploadMemory(client, gpu)
+        first, second = memories.borrow(), memories.borrow()
+        assert gpu.mapped == [first.memory, second.memory]
+        memories.give_back(first)
+        memories.give_back(second)
+        assert gpu.mapped == [first.memory] and second.ended()
+        assert memories.borrow() is first
+        first.close()  # as a failed upload does
+        memories.give_back(first)
+        assert gpu.mapped == []
+        late = memories.borrow()
+        memories.close()
+        memories.give_back(late)
+        assert gpu.mapped == [] and late.ended()
+
+
+@pytest.mark.parametrize("refuses", ["map", "unmap"])
+def test_a_gpu_that_refuses(target, refuses):
+    """Without it the host copies; what it does not let go stays, and the rest ends in order."""
+    with attnd.Client(target) as client:
+        memories = upload_memory.UploadMemory(client, Mapping(refuses))
+        memory = memories.borrow()
+        memories.give_back(memory)
+        memories.close()
+        assert memory.ended()
+        assert (memory in upload_memory._kept) == (refuses == "unmap")
 
 
 def test_a_server_that_was_started_anew(tmp_path, parts, monkeypatch):

@@ -69,6 +69,10 @@ class FakeEngine final : public engine::Engine {
     chunks_refused_ = chunks;
     may_make_room_ = true;
   }
+  // Called with each chunk, also one that is then refused. Before the first one.
+  void OnAppend(std::function<void(const engine::AppendChunk&)> call) {
+    on_append_ = std::move(call);
+  }
   int cancelled() const { return cancelled_; }
   // Calls of passes' PrepareNextLayer and ForgetNextLayer.
   int prepared() const { return prepared_; }
@@ -112,7 +116,8 @@ class FakeEngine final : public engine::Engine {
     return TakeUnlessFull(&observes_refused_, &observed_);
   }
   absl::Status Append(absl::string_view, engine::WriterId, uint64_t,
-                      const engine::AppendChunk&) override {
+                      const engine::AppendChunk& chunk) override {
+    if (on_append_ != nullptr) on_append_(chunk);
     return TakeUnlessFull(&chunks_refused_, &chunks_);
   }
   absl::StatusOr<engine::PrefillResult> FinishPrefill(absl::string_view, engine::WriterId, uint64_t,
@@ -312,6 +317,7 @@ class FakeEngine final : public engine::Engine {
   std::atomic<bool> opening_stopped_{false};
   std::atomic<int> calls_waiting_{0}, calls_done_{0}, chunks_{0}, observed_{0};
   std::atomic<int> observes_refused_{0}, chunks_refused_{0};
+  std::function<void(const engine::AppendChunk&)> on_append_;  // constant once there are calls
   std::atomic<int> passes_over_{0}, prepared_{0}, forgotten_{0}, turns_{0}, places_{0};
   std::atomic<int> waiting_{0}, decoded_{0}, cancelled_{0}, released_writers_{0};
   std::atomic<bool> final_answers_{false}, tells_clients_{false}, fails_behind_answers_{false};

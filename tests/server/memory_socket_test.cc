@@ -96,7 +96,7 @@ TEST_F(MemorySocketTest, RegionsAreRegisteredListedAndUnregistered) {
   EXPECT_EQ(listed->at(0).bytes(), 8192u);
   EXPECT_FALSE(listed->at(0).in_use());
   {
-    const auto use = regions_.Use("", region->id);
+    const auto use = regions_.Use("region_id", "", region->id);
     ASSERT_TRUE(use.ok());
     region->memory->data()[100] = std::byte{9};
     EXPECT_EQ(use->data()[100], std::byte{9});

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Goal: keys and values of an upload that lie in shared memory are those that the server then has, and
-// whatever a client writes or leaves out is refused by name, with nothing appended. Method: uploads over a
-// region of a real second socket, to a server with the real engine, which compares a repeated chunk with what
-// it has, byte for byte.
+// Goal: keys and values of an upload that lie in shared memory are those that the server then has,
+// and whatever a client writes or leaves out is refused by name, with nothing appended. Method:
+// uploads over a region of a real second socket, to a server with the real engine, which compares a
+// repeated chunk with what it has, byte for byte.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -92,8 +92,10 @@ TEST_F(MemoryUploadTest, TokensAreThoseOfTheRegion) {
   const grpc::Status status = Upload({InMemory(client, sequence, 0, 5, 2.0f, 3.0f)});
   ASSERT_TRUE(status.ok()) << status.error_message();
   EXPECT_TRUE(Upload({WithData(sequence, 0, 5, 2.0f, 3.0f)}).ok());
-  EXPECT_EQ(Upload({WithData(sequence, 4, 1, 2.5f, 3.0f)}).error_code(), StatusCode::ALREADY_EXISTS);
-  EXPECT_EQ(Upload({WithData(sequence, 4, 1, 2.0f, 3.5f)}).error_code(), StatusCode::ALREADY_EXISTS);
+  EXPECT_EQ(Upload({WithData(sequence, 4, 1, 2.5f, 3.0f)}).error_code(),
+            StatusCode::ALREADY_EXISTS);
+  EXPECT_EQ(Upload({WithData(sequence, 4, 1, 2.0f, 3.5f)}).error_code(),
+            StatusCode::ALREADY_EXISTS);
 }
 
 TEST_F(MemoryUploadTest, MessagesOfOneStreamMayDiffer) {
@@ -101,10 +103,10 @@ TEST_F(MemoryUploadTest, MessagesOfOneStreamMayDiffer) {
   const uint64_t sequence = Open();
   v1::AppendKvRequest last;
   last.set_prefill_complete(true);
-  ASSERT_TRUE(Upload({WithData(sequence, 0, 2, 1.0f, 1.0f),
-                      InMemory(client, sequence, 2, 3, 4.0f, 5.0f),
-                      WithData(sequence, 5, 1, 6.0f, 7.0f), last})
-                  .ok());
+  ASSERT_TRUE(
+      Upload({WithData(sequence, 0, 2, 1.0f, 1.0f), InMemory(client, sequence, 2, 3, 4.0f, 5.0f),
+              WithData(sequence, 5, 1, 6.0f, 7.0f), last})
+          .ok());
   EXPECT_TRUE(Upload({WithData(sequence, 2, 3, 4.0f, 5.0f)}).ok());
 }
 
@@ -135,7 +137,7 @@ TEST_F(MemoryUploadTest, FaultsAreNamed) {
   };
   const std::vector<Fault> faults = {
       {"another region", [](auto* r) { r->mutable_memory()->set_region_id(7); },
-       StatusCode::NOT_FOUND, "region"},
+       StatusCode::NOT_FOUND, "): memory.region_id 7 is not registered"},
       {"k misaligned", at(32, 0), StatusCode::INVALID_ARGUMENT, "memory.k_offset is 32"},
       {"v misaligned", at(0, 8), StatusCode::INVALID_ARGUMENT, "memory.v_offset is 8"},
       {"k beyond the end", at(kEnd - 4 * kTokenBytes, 0), StatusCode::INVALID_ARGUMENT,
@@ -204,7 +206,8 @@ TEST_F(MemoryUploadTest, ARegionIsAPassesOrAnUploads) {
   ASSERT_TRUE(client.Declare(declaration));
   ASSERT_TRUE(Within([&] { return client.memory()->List()->at(0).in_use(); }));
   const grpc::Status status = Upload({InMemory(client, uploaded, 0, 5, 1.0f, 1.0f)});
-  EXPECT_EQ(status.error_code(), StatusCode::ABORTED) << status.error_message();
+  EXPECT_EQ(status.error_code(), StatusCode::ABORTED);
+  EXPECT_THAT(status.error_message(), HasSubstr("): memory.region_id"));
   client.Ring(0);
   EXPECT_EQ(client.Reply().status().code(), 0);
   EXPECT_TRUE(Upload({InMemory(client, uploaded, 0, 5, 1.0f, 1.0f)}).ok());
@@ -216,6 +219,37 @@ TEST_F(MemoryUploadTest, ARegionThatIsGoneIsNotFound) {
   const v1::AppendKvRequest request = InMemory(client, sequence, 0, 5, 1.0f, 1.0f);
   ASSERT_TRUE(client.memory()->Unregister(client.region_id()).ok());
   EXPECT_EQ(Upload({request}).error_code(), StatusCode::NOT_FOUND);
+}
+
+// A chunk that finds no room is tried again: by then its client may be gone, and may write
+// something else.
+class RoomTest : public FakeEngineFixture {
+ protected:
+  RoomTest() {
+    options_.allow_client_memory = true;
+    StartServer();
+  }
+};
+
+TEST_F(RoomTest, AChunkThatIsTriedAgainIsTheOneThatWasCopied) {
+  MemoryPassClient client(*server_);
+  std::vector<float> keys;
+  engine_.OnAppend([&](const engine::AppendChunk& chunk) {
+    keys.push_back(*reinterpret_cast<const float*>(chunk.k.data));
+    *client.floats(MemoryPassClient::kK) = 9.0f;
+    if (keys.size() > 1) return;
+    EXPECT_TRUE(client.memory()->Unregister(client.region_id()).ok());
+  });
+  engine_.RefuseNext(0, 1);
+  v1::AppendKvResponse reply;
+  grpc::ClientContext context;
+  const auto stub = server_->NewStub();
+  const auto stream = stub->AppendKv(&context, &reply);
+  stream->Write(InMemory(client, 1, 0, 5, 2.0f, 3.0f));
+  stream->WritesDone();
+  const grpc::Status status = stream->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(keys, (std::vector<float>{2.0f, 2.0f}));
 }
 
 class WithoutMemoryTest : public MemoryUploadTest {

@@ -189,11 +189,11 @@ class Client:
                 prompt's last tokens (256 of them), for policies that look at them: snapkv and
                 ada-snapkv need them; asynctls and labels are better for them.
             memory: of which the chunks' arrays are, so that the server takes them from there
-                (:meth:`kv_memory`). None: they are sent.
+                (:meth:`kv_memory`); closed if this raises. None: they are sent.
             timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
                 How long an upload may take depends on its size, which only the caller knows, and on
-                the uploads that others send: a long prompt of a large model is many GiB and takes the
-                server minutes to segment. A connection that breaks and a server that ends raise
+                the uploads that others send: a long prompt of a large model is many GiB and takes
+                the server minutes to segment. A connection that breaks and a server that ends raise
                 UnavailableError in any case.
         """
         messages = _Upload(
@@ -207,8 +207,9 @@ class Client:
             )
         )
         try:
-            call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
-            return replies.appended(call)
+            with _closed_by_errors(memory):
+                call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
+                return replies.appended(call)
         except grpc.RpcError as error:
             if messages.error is not None:
                 # The caller's chunks were at fault, and gRPC only says "iterating failed".
@@ -330,8 +331,9 @@ class Client:
         socket: str | None = None,
         device: Any = None,
     ) -> StreamSession:
-        """As :meth:`memory_session`, for tensors in a GPU's memory: each layer of a pass is a kernel
-        of the caller's CUDA stream, and may be part of a CUDA graph. Needs PyTorch with CUDA.
+        """As :meth:`memory_session`, for tensors in a GPU's memory: each layer of a pass is a
+        kernel of the caller's CUDA stream, and may be part of a CUDA graph. Needs PyTorch with
+        CUDA.
 
         The first of a client's measures a round trip (:meth:`measure_round_trip`) if the server has
         a GPU, and warns (:class:`attnd.cuda.TimeSlicesWarning`), saying how to mend it, if the
@@ -369,12 +371,12 @@ class Client:
     def measure_round_trip(
         self, gpu: Gpu | None = None, *, device: Any = None, socket: str | None = None
     ) -> RoundTrip:
-        """Measures what an empty answer takes a CUDA stream of this process: a kernel of the current
-        stream rings and waits, and the server answers behind an empty kernel of its own. So it tells
-        whether the two get time slices of one GPU. Takes some milliseconds; where the server does
-        not answer, or other clients measure, a second at most. Besides that it waits for the GPU's
-        work, for calls of CUDA (the first one makes PyTorch's and attnd's kernels ready), and for
-        the memory socket, each of whose replies may take the client's timeout.
+        """Measures what an empty answer takes a CUDA stream of this process: a kernel of the
+        current stream rings and waits, and the server answers behind an empty kernel of its own. So
+        it tells whether the two get time slices of one GPU. Takes some milliseconds; where the
+        server does not answer, or other clients measure, a second at most. Besides that it waits
+        for the GPU's work, for calls of CUDA (the first one makes PyTorch's and attnd's kernels
+        ready), and for the memory socket, each of whose replies may take the client's timeout.
 
         Args:
             gpu: as a session of attnd.cuda has it; None: it is made, of device.
@@ -396,8 +398,8 @@ class Client:
         return measure_round_trip(gpu, connection, self._stub.Decode, self._metadata)
 
     def kv_memory(self, bytes_: int, *, socket: str | None = None) -> KvMemory:
-        """Memory of so many bytes, and somewhat more, that is shared with the server, for uploads by
-        :meth:`append_kv`; use it in a `with` statement.
+        """Memory of so many bytes, and somewhat more, that is shared with the server, for uploads
+        by :meth:`append_kv`; use it in a `with` statement.
 
         Args:
             bytes_: of client_memory_bytes.
@@ -421,6 +423,17 @@ class Client:
         """A stream of decode passes over regions that come with each of them, where
         :meth:`memory_session` has a region of its own."""
         return MemoryStream(self._stub.Decode, self._metadata, self._timeout_s, spin_us)
+
+
+@contextlib.contextmanager
+def _closed_by_errors(memory: KvMemory | None) -> Iterator[None]:
+    """An upload that fails leaves it open when the server reads its memory for the last time."""
+    try:
+        yield
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
 
 
 class _Upload:

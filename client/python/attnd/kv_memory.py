@@ -24,7 +24,8 @@ class KvMemory:
 
     Write keys and values to arrays of it, and give chunks of these to :meth:`Client.append_kv` with
     ``memory=``: the messages then carry no data, and the server copies it from here. Until the call
-    returns the arrays must stay as they are.
+    returns the arrays must stay as they are. A call that fails closes the memory, as the server may
+    be about to read it: make another one.
     """
 
     def __init__(self, socket: MemorySocket, bytes_: int) -> None:
@@ -50,7 +51,8 @@ class KvMemory:
         self._socket.close()
 
     def ended(self) -> bool:
-        """Whether the server has ended, or close() was called: it takes nothing from here any more."""
+        """Whether the server has ended, or close() was called: it takes nothing from here any
+        more."""
         return self._socket.ended()
 
     @property

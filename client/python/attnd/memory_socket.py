@@ -86,7 +86,7 @@ class MemorySocket:
     """
 
     def __init__(self, path: str, timeout_s: float, tenant: str = "") -> None:
-        """tenant: whose passes may use the regions."""
+        """tenant: whose passes and uploads may use the regions."""
         self._tenant = tenant
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout_s)
@@ -148,7 +148,7 @@ class MemorySocket:
         return Region(region.region_id, memory, twin, no_twin)
 
     def unregister(self, region_id: int) -> None:
-        """No pass may begin with the region any more; one that uses it goes on to its end."""
+        """No pass or upload may use the region any more; one that does goes on to its end."""
         request = memory_pb2.MemoryRequest()
         request.unregister_region.region_id = region_id
         self._call(request)

@@ -185,7 +185,8 @@ def append_requests(
         memory: where the chunks' arrays lie; None: the messages have copies of them.
 
     Raises:
-        ValueError: if even one token does not fit, or an array is not of the memory.
+        ValueError: if even one token does not fit, or, in the memory, as many as end at a multiple
+            of 64 bytes; or if an array is not of the memory.
     """
     for chunk in chunks:
         for part in _split(chunk, max_message_bytes, 1 if memory is None else _unit_of(chunk)):
@@ -225,7 +226,12 @@ def _split(chunk: KvChunk, max_message_bytes: int, unit: int) -> Iterator[KvChun
         raise ValueError(
             f"one token of {token_bytes} bytes exceeds messages of {max_message_bytes} bytes"
         )
-    step = max(1, room // token_bytes // unit) * unit
+    step = max(1, room // token_bytes) // unit * unit
+    if step == 0:
+        raise ValueError(
+            f"{unit} tokens, as which parts in shared memory come, have {unit * token_bytes} bytes; "
+            f"messages have at most {max_message_bytes}"
+        )
     for start in range(0, len(chunk.k), step):
         part = slice(start, start + step)
         yield replace(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from attnd.cuda import captures
 from attnd.cuda.compiler import compile_layer
 from attnd.cuda.context import Context
 from attnd.cuda.errors import CudaError
@@ -19,6 +20,7 @@ _NOT_READY = 600
 # CUmemAllocationHandleType, CUmemLocationType and CUmemAccess_flags.
 _POSIX_FILE_DESCRIPTOR, _LOCATION_DEVICE, _READ_WRITE = 1, 1, 3
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_DEVICEMAP = 1, 2
+_STREAM_NON_BLOCKING = 1
 _KERNELS = ("attnd_begin", "attnd_layer")
 
 
@@ -108,6 +110,7 @@ class CudaGpu:
         )
         self._mapped: dict[int, int] = {}  # addresses here, by id of the memory
         self._imported: dict[int, contextlib.ExitStack] = {}  # what unmaps it, by address
+        self._own_stream: Any = None
         self._number = ctypes.c_int()
         self._context.call("cuCtxGetDevice", ctypes.byref(self._number))
 
@@ -190,6 +193,14 @@ class CudaGpu:
     def stream(self) -> int:
         return int(self._torch.cuda.current_stream(self._device).cuda_stream)
 
+    def own_stream(self) -> Any:
+        if self._own_stream is None:
+            handle = ctypes.c_void_p()
+            flags = ctypes.c_uint(_STREAM_NON_BLOCKING)
+            self._context.call("cuStreamCreate", ctypes.byref(handle), flags)
+            self._own_stream = self._torch.cuda.ExternalStream(handle.value, self._device)
+        return self._own_stream
+
     def capturing(self) -> bool:
         # PyTorch's own question is about the thread's current GPU.
         status = ctypes.c_int()
@@ -213,4 +224,5 @@ class CudaGpu:
         return query == _NOT_READY
 
     def synchronize(self) -> None:
-        self._context.call("cuCtxSynchronize")
+        with captures.UNDER_WAY:
+            self._context.call("cuCtxSynchronize")

@@ -82,6 +82,9 @@ class Gpu(Protocol):
     def stream(self) -> int:
         """The calling thread's current stream."""
 
+    def own_stream(self) -> Any:
+        """A torch.cuda.Stream that nobody else has, the same each time; PyTorch shares its own."""
+
     def capturing(self) -> bool:
         """Whether the current stream is captured into a graph."""
 
@@ -96,4 +99,4 @@ class Gpu(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Waits until all work of the GPU's streams is done."""
+        """Waits until all work of the GPU's streams is done, and first for captures under way."""

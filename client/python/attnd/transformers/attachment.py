@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +23,8 @@ from attnd.transformers.regions import Regions
 from attnd.transformers.server import Reaper, Server
 from attnd.transformers.stats import Stats, StatsCounter
 from attnd.transformers.upload_memory import UploadMemory
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def attach(
@@ -60,10 +63,10 @@ def attach(
             time slices of that GPU, of which a :class:`attnd.cuda.TimeSlicesWarning` tells.
             Steps that are longer than a message may be, and those for which the server has no room
             (client_memory_bytes), are sent as messages; Stats.through_memory counts the others.
-        cuda_graphs: with memory and a model on one GPU, whether the model's passes of one token a row
-            are captured as CUDA graphs and replayed, so that Python launches no kernels for a token.
-            Until the attachment is closed, what the model's Python code looks at must stay as it is,
-            and the model must not be copied (docs/MODEL_SERVER.md, "As CUDA graphs").
+        cuda_graphs: with memory and a model on one GPU, whether the model's passes of one token a
+            row are captured as CUDA graphs and replayed, so that Python launches no kernels for a
+            token. Until the attachment is closed, what the model's Python code looks at must stay
+            as it is, and the model must not be copied (docs/MODEL_SERVER.md, "As CUDA graphs").
 
     Raises:
         ValueError: if the model has attention that attnd would not compute right, or is attached
@@ -141,7 +144,9 @@ class Attachment:
             self._server.shutdown()
             raise
         self._reaper = Reaper(self._server)
-        self._graphs = TokenGraphs(model, where.device) if cuda_graphs and where else None
+        self._graphs = TokenGraphs(model, where) if cuda_graphs and where is not None else None
+        if cuda_graphs and where is None:
+            _LOGGER.warning("cuda_graphs: there are none, as the model's tensors do not stay on one GPU")
 
     def __enter__(self) -> Attachment:
         return self
@@ -163,11 +168,11 @@ class Attachment:
         """
         if self._reaper.stopped:
             return
-        if self._graphs is not None:
-            self._graphs.close()
         try:
             self._reaper.stop()
         finally:
+            if self._graphs is not None:
+                self._graphs.close()
             _set_attention(self._model, self._before)
 
     def new_cache(self, *, policy: Policy | str | None = None) -> AttndCache:

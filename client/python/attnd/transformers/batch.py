@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -63,7 +63,6 @@ class RemoteBatch:
         self._awaited = False  # whether a layer was updated and has not attended yet
         self._passes = Passes(server)
         self._captured: StreamSession | None = None  # whose layers are captured, not answered
-        self._next_mask: Flags | None = None  # of a pass whose model is not given it
 
     @property
     def layers(self) -> int:
@@ -88,15 +87,18 @@ class RemoteBatch:
             ValueError: if the cache is closed, or its model or the last caller attends otherwise.
         """
         self.check_open()
+        self._check_attention()
+        if self._awaited:
+            raise ValueError(_OF_NO_USE)
+        self._awaited = True
+
+    def _check_attention(self) -> None:
         called = self._server.config._attn_implementation
         if called != NAME:
             raise ValueError(
                 f"the model's attention is {called!r}, its cache needs {NAME!r}: the attachment is "
                 f"closed, or set_attn_implementation() was called"
             )
-        if self._awaited:
-            raise ValueError(_OF_NO_USE)
-        self._awaited = True
 
     def check_open(self) -> None:
         """Raises a ValueError if the cache is closed."""
@@ -160,31 +162,20 @@ class RemoteBatch:
         mask = step.local_mask(query.device)
         return local(module, query, key, value, mask, dropout=0.0, scaling=scaling)[0]
 
-    @contextlib.contextmanager
-    def mask_of_next(self, mask: torch.Tensor | None) -> Iterator[None]:
-        """The mask of the pass inside, whose model is given none."""
-        self._next_mask = flags_of(mask)
-        try:
-            yield
-        finally:
-            self._next_mask = None
-
     def stream_session(self, rows: int) -> StreamSession | None:
         """The session on the GPU's stream by which the next pass goes, if each row has one new
         token; None if it goes another way, or there is no session yet."""
-        if self.closed or self.prompt_lasts or rows != self._columns.rows:
+        captures = self._captured is not None
+        if self.closed or captures or self.prompt_lasts or rows != self._columns.rows:
             return None
         assert self._shape is not None
         return self._passes.stream_session(self._shape, rows)
 
     @property
-    def graph(self) -> TokenGraph | None:
-        """A pass that was captured, whose session is that of the next passes."""
-        return self._passes.graph
-
-    @graph.setter
-    def graph(self, graph: TokenGraph) -> None:
-        self._passes.graph = graph
+    def graphs(self) -> dict[Any, TokenGraph]:
+        """Passes that were captured, of the session of the next passes; by what tells them
+        apart."""
+        return self._passes.graphs
 
     @contextlib.contextmanager
     def captured(self, session: StreamSession) -> Iterator[None]:
@@ -198,23 +189,24 @@ class RemoteBatch:
             self._captured = None
             self._awaited = False
 
-    def replay(self, graph: TokenGraph, mask: torch.Tensor | None) -> None:
+    def replay(self, graph: TokenGraph, seen: Flags | None) -> None:
         """A pass of one token for each row, by a graph.
 
         Args:
             graph: of the session that stream_session() tells.
-            mask: as of attend().
+            seen: [rows, all columns] whether a column holds a token; None: all do.
 
         Raises:
-            ValueError: if the cache is closed, its last pass failed, or the mask contradicts those
-                before.
+            ValueError: if the cache is closed, its model attends otherwise, its last pass failed,
+                or `seen` contradicts what was seen before.
             AttndError: if the server fails; the cache is then of no more use.
         """
         self.check_whole()
-        step = self._columns.append(self._columns.rows, 1, flags_of(mask))
-        self._attended = 0
+        self._check_attention()
+        self._attended = 0  # whatever comes between: the pass has failed then
+        self._step = self._columns.append(self._columns.rows, 1, seen)
         with self._explained():
-            self._begin_pass(step, graph.inputs["input_ids"].device)
+            self._begin_pass(self._step, graph.inputs["input_ids"].device)
             self._passes.replay(graph)
         self._attended = self.layers
 
@@ -243,8 +235,7 @@ class RemoteBatch:
                     f"the pass before attended in {self._attended} of {self.layers} layers: "
                     f"it failed, or layers of this model have no attention"
                 )
-            seen = self._next_mask if mask is None else flags_of(mask)
-            self._step = self._columns.append(rows, new, seen)
+            self._step = self._columns.append(rows, new, flags_of(mask))
             self._attended = 0
         if self._step is None or past + new != self.columns:
             raise ValueError(f"a layer has {past} columns, the cache {self.columns}")

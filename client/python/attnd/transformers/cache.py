@@ -17,6 +17,7 @@ from attnd.transformers.server import Reaper
 
 if TYPE_CHECKING:
     from attnd.cuda.session import StreamSession
+    from attnd.transformers.columns import Flags
     from attnd.transformers.graphs import TokenGraph
 
 # The attribute of a key tensor that leads the attention function to the tensor's layer.
@@ -210,13 +211,8 @@ class AttndCache(Cache):
         self.end_prompt()
         self._batch.select(chosen.tolist())
 
-    @property
-    def batch(self) -> RemoteBatch:
-        """What the cache is made of; for attnd's own use, as the next two."""
-        return self._batch
-
     @contextlib.contextmanager
-    def captured(self, session: StreamSession) -> Iterator[None]:
+    def _captured(self, session: StreamSession) -> Iterator[None]:
         """While a pass of a token for each row is captured: the cache does not grow by it."""
         try:
             with self._batch.captured(session):
@@ -224,11 +220,13 @@ class AttndCache(Cache):
         finally:
             self._set_columns()
 
-    def replay(self, graph: TokenGraph, mask: torch.Tensor | None) -> None:
+    def _replay(self, graph: TokenGraph, seen: Flags | None) -> None:
         """A pass of a token for each row, by a graph of this cache; as
         :meth:`RemoteBatch.replay`."""
-        self._batch.replay(graph, mask)
-        self._set_columns()
+        try:
+            self._batch.replay(graph, seen)
+        finally:
+            self._set_columns()
 
     def _drop(self) -> None:
         for layer in self.layers:

@@ -14,22 +14,31 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from attnd.cuda import captures
 from attnd.cuda.session import StreamSession
 from attnd.transformers.attention import padding_mask
 from attnd.transformers.cache import AttndCache
+from attnd.transformers.columns import flags_of
 from attnd.transformers.regions import OneWarning
+from attnd.transformers.streams import ModelGpu
 
 _LOGGER = logging.getLogger(__name__)
 # Arguments of a model's forward that hold other numbers at each token.
 _INPUTS = ("input_ids", "position_ids", "cache_position")
 # What decides on the host by a number that the GPU has computed.
-_READS_ON_HOST = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+_READS_ON_HOST = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")
+)
 _INDEX = torch.ops.aten.index.Tensor
-# One capture at a time in a process, as torch.cuda.graph demands.
-_capturing = threading.Lock()
+# Kinds of calls that are known, and graphs of a cache.
+_KINDS_MAX, _GRAPHS_MAX = 64, 4
+# Hooks of Transformers' own, which do nothing unless a call asks for hidden states or the like.
+_IDLE_HOOKS = "transformers.utils.output_capturing"
 
 
 class Graph(Protocol):
@@ -39,56 +48,73 @@ class Graph(Protocol):
         """Enqueues it on the current stream."""
 
 
-def capture(device: torch.device, run: Callable[[], Any]) -> tuple[Graph, Any]:
-    """Captures what `run` enqueues on the device, without doing it; with what it returns.
+def capture(where: ModelGpu, run: Callable[[], Any]) -> tuple[Graph, Any]:
+    """Captures what `run` enqueues on the GPU, without doing it; with what it returns.
 
     Raises:
         RuntimeError: if something of it cannot be captured.
     """
-    graph = torch.cuda.CUDAGraph()
+    device, graph, pool = where.device, torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    generator = torch.cuda.default_generators[device.index]
+    numbers = generator.graphsafe_get_state()
     with contextlib.ExitStack() as stack:
-        stack.push(functools.partial(_free_generator, device))
+        stack.enter_context(captures.UNDER_WAY)
         stack.enter_context(torch.cuda.device(device))
         # Puts the stream back, whatever torch.cuda.graph leaves where a capture fails.
         stack.enter_context(torch.cuda.stream(torch.cuda.current_stream(device)))
-        # Other threads, such as a session's, may call CUDA meanwhile.
+        stack.push(functools.partial(_free_pool, device, pool))
+        # The capture has random numbers of its own: other threads draw theirs meanwhile.
+        stack.callback(generator.graphsafe_set_state, numbers)
+        generator.graphsafe_set_state(numbers.clone_state())
+        # Other threads, such as a session's, may call CUDA meanwhile; none has this stream.
+        stream = where.gpu.own_stream()
         stack.enter_context(
-            torch.cuda.graph(
-                graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"
-            )
+            torch.cuda.graph(graph, pool, stream=stream, capture_error_mode="thread_local")
         )
+        generator.graphsafe_set_state(numbers)
         return graph, run()
 
 
-def _free_generator(device: torch.device, error: type[BaseException] | None, *_: Any) -> None:
-    """Random numbers come as before a capture that failed: PyTorch would count them as the
-    capture's."""
+def _free_pool(device: torch.device, pool: Any, error: type[BaseException] | None, *_: Any) -> None:
+    """What PyTorch leaves out where a capture fails: its allocator would take it to go on."""
     if error is not None:
-        generator = torch.cuda.default_generators[device.index]
-        generator.graphsafe_set_state(generator.clone_state())
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):  # it was not left out
+                end(device.index, pool)
 
 
 class _Operations(TorchDispatchMode):
-    """Notes PyTorch's operations with all that Python decides about them.
+    """Notes PyTorch's operations with all that Python decides about them. Those over the attention
+    mask alone are left out: a graph has none.
 
     Attributes:
         noted: operations, with shapes in place of tensors.
         refused: an operation that no graph may have; empty: none.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mask: torch.Tensor | None) -> None:
         super().__init__()
         self.noted: list[Any] = []
         self.refused = ""
         self._device = device
+        # What was made of the mask. It is kept, so that nothing else has its place.
+        self._of_mask = {} if mask is None else {id(mask): mask}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        of_mask = [id(tensor) in self._of_mask for tensor in tensors]
+        answer = func(*args, **kwargs)
+        if any(of_mask) and all(of_mask):
+            made = (leaf for leaf in tree_leaves(answer) if isinstance(leaf, torch.Tensor))
+            self._of_mask.update((id(tensor), tensor) for tensor in made)
+            return answer
+        if any(of_mask):
+            self.refused = f"{func} over the attention mask"
         if func in _READS_ON_HOST or (func is _INDEX and _has_flags(args[1])):
             self.refused = str(func)
-        answer = func(*args, **kwargs)
         self.noted.append((func, *tree_map(self._without_numbers, (args, kwargs, answer))))
         return answer
 
@@ -123,24 +149,23 @@ class TokenCall:
 
     @classmethod
     def of(cls, device: torch.device, arguments: dict[str, Any]) -> TokenCall | None:
-        """None for any other call, and for one with arguments that are not known here."""
-        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
-        if not isinstance(cache, AttndCache) or not isinstance(ids, torch.Tensor):
-            return None
-        if ids.dim() != 2 or ids.shape[1] != 1 or not cache.get_seq_length():
-            return None
+        """None for any other call, for one that is not told positions, which the model would make
+        of other things, and for one with arguments that are not known here."""
         rest = dict(arguments)
-        del rest["past_key_values"]
-        mask = rest.pop("attention_mask", None)
-        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+        cache, mask = rest.pop("past_key_values", None), rest.pop("attention_mask", None)
+        inputs = {name: rest.pop(name, None) for name in _INPUTS}
+        if not isinstance(cache, AttndCache) or not cache.get_seq_length():
             return None
-        inputs = {name: rest.pop(name) for name in _INPUTS if rest.get(name) is not None}
-        if "position_ids" not in inputs:  # as models number a cache's next column
-            inputs["position_ids"] = torch.full_like(ids[:1], cache.get_seq_length())
+        if inputs["cache_position"] is None:
+            del inputs["cache_position"]
         if any(
             not isinstance(tensor, torch.Tensor) or tensor.device != device
             for tensor in inputs.values()
         ):
+            return None
+        if inputs["input_ids"].dim() != 2 or inputs["input_ids"].shape[1] != 1:
+            return None
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             return None
         if any(not isinstance(value, bool | int | str | None) for value in rest.values()):
             return None
@@ -153,12 +178,9 @@ class TokenCall:
     @property
     def key(self) -> Any:
         """Equal for calls that one graph serves."""
-        shapes = ((name, tensor.shape, tensor.dtype) for name, tensor in self.inputs.items())
-        return tuple(shapes), tuple(sorted(self.constants.items()))
-
-    def without_mask(self) -> dict[str, Any]:
-        """The arguments that a graph is captured with."""
-        return {**self.inputs, **self.constants, "past_key_values": self.cache}
+        inputs = ((name, tensor.shape, tensor.dtype) for name, tensor in self.inputs.items())
+        constants = ((name, type(value), value) for name, value in self.constants.items())
+        return tuple(inputs), tuple(sorted(constants, key=lambda item: item[0]))
 
 
 @dataclass(frozen=True)
@@ -166,7 +188,6 @@ class TokenGraph:
     """A captured pass of one cache.
 
     Attributes:
-        key: of the calls that it serves.
         session: whose layers it has. It must not be replayed when that is closed.
         parts: the model's, when it was captured.
         inputs: tensors that it reads.
@@ -175,16 +196,12 @@ class TokenGraph:
         kind: the type of what the model returned.
     """
 
-    key: Any
     session: StreamSession
     parts: Any
     inputs: dict[str, torch.Tensor]
     output: dict[str, torch.Tensor | None]
     kind: Callable[..., Any]
     _graph: Graph
-
-    def serves(self, key: Any, session: StreamSession, parts: Any) -> bool:
-        return self.key == key and self.session is session and self.parts == parts
 
     def read(self, inputs: dict[str, torch.Tensor]) -> None:
         """Has the next replay read these numbers."""
@@ -203,125 +220,159 @@ class TokenGraph:
         return self.kind(**copied)
 
 
+@dataclass(frozen=True)
+class _Noted:
+    """The first call of a kind: its operations, and the columns of its cache."""
+
+    operations: list[Any]
+    columns: int
+
+
 class TokenGraphs:
     """Stands in for a model's forward. Calls of one token a row are captured and replayed, over
     caches whose passes go by the GPU's stream; all others run as ever.
 
     A graph repeats what the model's Python code decided when it was captured. So before a kind of
-    call is captured, two calls of it are compared: they must have made the same operations, with
-    the same numbers and shapes. What the model consists of is looked at before each replay. Threads
-    may share it.
+    call is captured, two calls of it behind different numbers of columns are compared: they must
+    have made the same operations, with the same numbers and shapes, and none that decides by what
+    the GPU has computed. What the model consists of is looked at before each replay. Threads may
+    share it.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        """
-        Args:
-            model: whose forward this becomes, until close().
-            device: of the model.
-        """
+    def __init__(self, model: Any, where: ModelGpu) -> None:
+        """Becomes the model's forward, until close()."""
         self._model = model
-        self._device = device
-        self._forward = model.forward
-        self._names = tuple(inspect.signature(model.forward).parameters)
+        self._where = where
         self._lock = threading.Lock()
-        # Of a kind of call, by its key, the operations of one; True: of two, which were the same;
-        # False: # they were not, or it could not be captured. Guarded by the lock, as the next one.
-        self._known: dict[Any, Any] = {}
+        # Of a kind of call, by its key: what the first one was; True: two were the same; False:
+        # they # were not, or it could not be captured. Guarded by the lock, as the next one.
+        self._known: dict[Any, _Noted | bool] = {}
         self._parts: Any = None  # of the model, of which all that is so
         self._warn = OneWarning("the model's passes are not replayed as CUDA graphs")
+        # Of the model itself, in place of its class's: a compiled one, say. An attachment that was
+        # lost has left one of these.
+        own = vars(model).get("forward")
+        self._own = own.attnd_own if hasattr(own, "attnd_own") else own
+        if self._own is None and own is not None:
+            del model.forward
+        self._forward = model.forward if self._own is None else self._own
+        self._names = tuple(inspect.signature(self._forward).parameters)
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 
+        self._installed = forward
+        forward.attnd_own = self._own  # type: ignore[attr-defined]
         model.forward = forward
 
     def close(self) -> None:
-        """Gives the model its forward back."""
-        del self._model.forward
+        """Gives the model its forward back, unless it has got another one meanwhile."""
+        if vars(self._model).get("forward") is not self._installed:
+            return
+        if self._own is None:
+            del self._model.forward
+        else:
+            self._model.forward = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._call_of({**dict(zip(self._names, args)), **kwargs})
+        call = self._call_of(args, kwargs)
         if call is None:
             return self._forward(*args, **kwargs)
-        session = call.cache.batch.stream_session(call.rows)
+        session = call.cache._batch.stream_session(call.rows)
         parts = _parts_of(self._model)
-        if session is None or parts is None or self._refuses(call, parts):
+        if session is None or parts is None:
             return self._forward(*args, **kwargs)
-        mask = padding_mask(attention_mask=call.mask)
-        if mask is not None and not bool(mask[:, -1].all()):
-            return self._forward(*args, **kwargs)  # a row has no token: one graph serves all rows
-        graph = self._graph_of(call, session, parts)
+        key = call.key, torch.is_inference_mode_enabled()
+        known = self._known_of(key, parts)
+        if known is False:
+            return self._forward(*args, **kwargs)
+        graphs = call.cache._batch.graphs
+        graph = graphs.get(key)
+        if graph is None or graph.parts != parts:
+            graph = self._capture(key, call, session, parts) if known is True else None
         if graph is None:
-            with call.cache.batch.mask_of_next(mask):
-                return self._compare(call)
+            return self._compare(key, parts, call, lambda: self._forward(*args, **kwargs))
+        seen = flags_of(padding_mask(attention_mask=call.mask))
+        if seen is not None and not seen[:, -1].all():
+            return self._forward(*args, **kwargs)  # a row has no token: one graph serves all rows
         graph.read(call.inputs)
-        call.cache.replay(graph, mask)
+        call.cache._replay(graph, seen)
         return graph.copy_output(call.cache)
 
-    def _call_of(self, arguments: dict[str, Any]) -> TokenCall | None:
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type):
+    def _call_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenCall | None:
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._where.device.type):
             return None
-        return TokenCall.of(self._device, arguments)
+        named = dict(zip(self._names, args))
+        if len(args) > len(self._names) or named.keys() & kwargs.keys():
+            return None  # the model raises
+        return TokenCall.of(self._where.device, {**named, **kwargs})
 
-    def _refuses(self, call: TokenCall, parts: Any) -> bool:
-        """Whether such calls of a model of these parts cannot be captured. Nothing is known of one
-        of other parts."""
+    def _known_of(self, key: Any, parts: Any) -> _Noted | bool | None:
+        """What is known of such calls of a model of these parts; nothing of one of other parts.
+        False where too much is known."""
         with self._lock:
             if self._parts != parts:
                 self._known.clear()
                 self._parts = parts
-            return self._known.get(call.key) is False
+            known = self._known.get(key)
+            return False if known is None and len(self._known) >= _KINDS_MAX else known
 
-    def _compare(self, call: TokenCall) -> Any:
-        """The model's own forward. The first call of a kind notes its operations, and the second
-        one compares them."""
-        with self._lock:
-            before = self._known.get(call.key)
-        if before is False:
-            return self._forward(**call.without_mask())  # since a moment ago
-        with _Operations(self._device) as operations:
-            answer = self._forward(**call.without_mask())
+    def _compare(self, key: Any, parts: Any, call: TokenCall, run: Callable[[], Any]) -> Any:
+        """The model's own forward. The first call of a kind notes its operations, and one behind
+        another number of columns compares them."""
+        columns = call.cache.get_seq_length()
+        with _Operations(self._where.device, call.mask) as operations:
+            answer = run()
         refused = operations.refused and f"the model's forward has {operations.refused}"
-        if isinstance(before, list) and before != operations.noted:
-            refused = "the model's forward does something else at each token"
         if not refused and not _is_plain(answer):
             refused = "the model returns more than tensors and its cache"
         with self._lock:
-            self._known[call.key] = operations.noted if before is None else True
+            known = self._known.get(key)
+            if self._parts != parts or isinstance(known, bool):
+                return answer  # another thread knows more
+            if known is None:
+                self._known[key] = _Noted(operations.noted, columns)
+            elif known.operations != operations.noted:
+                refused = refused or "the model's forward does something else at each token"
+            elif known.columns != columns:
+                self._known[key] = True
             if refused:
-                self._known[call.key] = False
+                self._known[key] = False
         if refused:
             self._warn(refused)
         return answer
 
-    def _graph_of(self, call: TokenCall, session: StreamSession, parts: Any) -> TokenGraph | None:
-        """The cache's graph for such a call; None if there is none and none can be made yet."""
-        graph = call.cache.batch.graph
-        if graph is not None and graph.serves(call.key, session, parts):
-            return graph
-        with self._lock:
-            if self._known.get(call.key) is not True:
-                return None
+    def _capture(
+        self, key: Any, call: TokenCall, session: StreamSession, parts: Any
+    ) -> TokenGraph | None:
+        """A graph for such calls over the cache, which the cache then has; None if none can be
+        made."""
+        call.cache._batch.check_whole()
         try:
-            graph = call.cache.batch.graph = self._capture(call, session, parts)
+            graph = self._captured(call, session, parts)
         except Exception as error:  # whatever the model's code raises where it is captured
             with self._lock:
-                self._known[call.key] = False
+                self._known[key] = False
             self._warn(error)
             return None
+        graphs = call.cache._batch.graphs
+        graphs.pop(key, None)
+        while len(graphs) >= _GRAPHS_MAX:
+            del graphs[next(iter(graphs))]
+        graphs[key] = graph
         return graph
 
-    def _capture(self, call: TokenCall, session: StreamSession, parts: Any) -> TokenGraph:
+    def _captured(self, call: TokenCall, session: StreamSession, parts: Any) -> TokenGraph:
         # Tensors that may be written under any mode of PyTorch's.
         with torch.inference_mode(False), torch.no_grad():
             inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
-            read = TokenCall(call.cache, None, inputs, call.constants)
-            with _capturing, call.cache.captured(session):
-                graph, output = capture(self._device, lambda: self._forward(**read.without_mask()))
+            arguments = {**call.constants, **inputs, "past_key_values": call.cache}
+            with call.cache._captured(session):
+                graph, output = capture(self._where, lambda: self._forward(**arguments))
         _LOGGER.info("captured a pass of %d rows as a CUDA graph", call.rows)
         tensors = {name: None if value is call.cache else value for name, value in output.items()}
-        return TokenGraph(call.key, session, parts, inputs, tensors, type(output), graph)
+        return TokenGraph(session, parts, inputs, tensors, type(output), graph)
 
 
 def _is_plain(output: Any) -> bool:
@@ -332,19 +383,37 @@ def _is_plain(output: Any) -> bool:
 
 
 def _parts_of(model: Any) -> Any:
-    """What a model consists of: its modules, and where its weights lie. None if a module has hooks,
-    which a graph would not call."""
-    modules = list(model.modules())
-    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+    """What a model consists of: its modules, where its weights lie, and what its Python code is
+    known to look at. None if a module has hooks, which a graph would not call."""
+    modules, rest = [], [model]
+    while rest:  # model.modules() makes names besides, and takes twice as long
+        module = rest.pop()
+        modules.append(module)
+        rest += [inner for inner in module._modules.values() if inner is not None]
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return None
-    places = [
-        tensor.data_ptr()
-        for module in modules
-        for tensors in (module._parameters, module._buffers)
-        for tensor in tensors.values()
-        if tensor is not None
-    ]
-    return tuple(map(id, modules)), tuple(places)
+    parts: list[Any] = [_asked_of(model.config)]
+    for module in modules:
+        if module._forward_pre_hooks or not _idle(module._forward_hooks):
+            return None
+        own = module.__dict__
+        # Adapters (PEFT) are chosen by attributes of their modules.
+        parts += (id(module), module.training, id(own.get("forward")))
+        if "_active_adapter" in own:
+            parts.append((repr(own["_active_adapter"]), own.get("_disable_adapters")))
+        for tensors in (module._parameters, module._buffers):
+            parts += [None if tensor is None else tensor.data_ptr() for tensor in tensors.values()]
+    return tuple(parts)
+
+
+def _asked_of(config: Any) -> tuple[Any, ...]:
+    """What a model's forward looks up where a call does not say."""
+    names = ("output_hidden_states", "output_attentions", "use_cache", "return_dict")
+    return tuple(getattr(config, name, None) for name in names)
+
+
+def _idle(hooks: dict[int, Any]) -> bool:
+    return all(getattr(hook, "__module__", "") == _IDLE_HOOKS for hook in hooks.values())
 
 
 def check_graphs(model: Any, memory: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -147,8 +147,8 @@ class Passes:
 
     Attributes:
         layer: the next one of the pass under way; as many as the model has if there is none.
-        graph: a captured pass of the session on the GPU's stream by which passes go; None: there is
-            none.
+        graphs: captured passes of the session on the GPU's stream by which passes go, by what tells
+            them apart.
     """
 
     def __init__(self, server: Server) -> None:
@@ -159,7 +159,7 @@ class Passes:
         self._borrowed: PassMemory | None = None  # of the pass under way, if it goes through memory
         self._way: _Way | None = None
         self.layer = server.layers
-        self.graph: TokenGraph | None = None
+        self.graphs: dict[Any, TokenGraph] = {}
 
     def begin(
         self, shape: ModelShape, rows: Sequence[Row], step: Step, device: torch.device
@@ -250,7 +250,7 @@ class Passes:
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
-        self.graph = None  # it must not outlive its session
+        self.graphs.clear()  # they must not outlive their session
         if isinstance(writer, StreamSession):
             close_quietly(writer)
         elif writer is not None:

@@ -19,7 +19,8 @@ from attnd.transformers.upload_memory import PART_BYTES, PARTS, UploadMemory
 
 # Chunks that may wait: they are copies in host memory, and a model may be faster than the server.
 PENDING_MAX = 8
-# Of a layer's new keys and values: smaller ones are messages, as shared memory takes time to make.
+# Of a row's new keys and values in a layer, from which on the prompt goes through shared memory,
+# which takes # time to make.
 MEMORY_BYTES_MIN = 1 << 20
 
 
@@ -33,7 +34,6 @@ class Uploader:
         self._memory = memory
         self._borrowed: KvMemory | None = None
         self._parts = 0  # that were written to the borrowed memory
-        self._failed = False  # an upload; written by the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="attnd-upload")
         self._pending: deque[Future[object]] = deque()
 
@@ -55,7 +55,7 @@ class Uploader:
         if memory is None:
             self._await(PENDING_MAX - 1)
             chunk = KvChunk(layer, position, to_numpy(key), to_numpy(value))
-            self._pending.append(self._thread.submit(self._send, sequence_id, chunk, None))
+            self._send(sequence_id, chunk, None)
             return
         for start in range(0, len(key), step):
             part = slice(start, start + step)
@@ -63,7 +63,7 @@ class Uploader:
             k, v = _write(memory, self._parts % PARTS * PART_BYTES, key[part], value[part])
             self._parts += 1
             chunk = KvChunk(layer, position + start, k, v)
-            self._pending.append(self._thread.submit(self._send, sequence_id, chunk, memory))
+            self._send(sequence_id, chunk, memory)
 
     def _memory_for(self, bytes_: int) -> KvMemory | None:
         if self._borrowed is None and self._memory is not None and bytes_ >= MEMORY_BYTES_MIN:
@@ -73,16 +73,14 @@ class Uploader:
         return self._borrowed
 
     def _send(self, sequence_id: int, chunk: KvChunk, memory: KvMemory | None) -> None:
-        try:
-            self._client.append_kv(sequence_id, (chunk,), memory=memory)
-        except BaseException:
-            self._failed = True
-            raise
+        append = self._client.append_kv
+        self._pending.append(self._thread.submit(append, sequence_id, (chunk,), memory=memory))
 
     def _await(self, pending_max: int) -> None:
-        """Returns when no more are under way; raises as put()."""
+        """Returns when no more are under way; raises as put(), and then each time."""
         while len(self._pending) > pending_max:
-            self._pending.popleft().result()
+            self._pending[0].result()
+            self._pending.popleft()
 
     def finish(self) -> None:
         """Returns when the server has all; raises as put()."""
@@ -90,12 +88,18 @@ class Uploader:
 
     def close(self) -> None:
         """Drops what waits, and ends the thread after the chunk that is being sent."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._pending.clear()
         borrowed, self._borrowed = self._borrowed, None
-        if borrowed is not None:
-            assert self._memory is not None
-            self._memory.give_back(borrowed, used=self._failed)
+        try:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._pending.clear()
+        except BaseException:  # an interrupt: the server may still read
+            if borrowed is not None:
+                borrowed.close()
+            raise
+        finally:
+            if borrowed is not None:
+                assert self._memory is not None
+                self._memory.give_back(borrowed)
 
 
 def _tokens_of_part(key: torch.Tensor, value: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 
 from attnd.client import Client
@@ -13,15 +13,20 @@ from attnd.errors import ResourceExhaustedError
 from attnd.kv_memory import KvMemory
 from attnd.transformers.regions import OneWarning
 
+_LOGGER = logging.getLogger(__name__)
 # Parts of a prompt that are under way at once: while the server takes one the next is written.
 PARTS = 4
 # Of a part, keys and values together.
 PART_BYTES = 32 << 20
+# Memories whose unmapping CUDA has refused: they must not go, as it would take what lies there
+# later for # them.
+_kept: list[KvMemory] = []
 
 
 class UploadMemory:
-    """Memory that prompts borrow, each for as long as it lasts: as many regions as prompts are
-    uploaded at once. Threads may share it."""
+    """Memory that prompts borrow, each for as long as it lasts. One is kept for the next prompt, as
+    making it takes time; it counts against client_memory_bytes, as the regions of passes do.
+    Threads may share it."""
 
     def __init__(self, client: Client, gpu: Gpu | None) -> None:
         """gpu: that holds the model, and copies faster to memory that it knows; None: the host
@@ -29,53 +34,66 @@ class UploadMemory:
         self._client = client
         self._gpu = gpu
         self._lock = threading.Lock()
-        self._free: list[KvMemory] = []  # guarded by the lock, as the next two
-        self._mapped: set[int] = set()  # ids of memories that the GPU knows
+        self._free: KvMemory | None = None  # guarded by the lock, as the next two
+        self._mapped: list[KvMemory] = []  # that the GPU knows
         self._closed = False
         self._warn = OneWarning("prompts are sent as messages, not through shared memory")
 
     def borrow(self) -> KvMemory | None:
-        """Memory of PARTS * PART_BYTES; None if the server has no room for it.
+        """Memory of PARTS * PART_BYTES; None if the server, or this process, has no room for it.
 
         Raises:
             AttndError: if the server cannot be reached.
         """
         with self._lock:
-            while self._free:
-                memory = self._free.pop()
-                if not memory.ended():
-                    return memory
+            memory, self._free = self._free, None
+            if memory is not None and not memory.ended():
+                return memory
+            if memory is not None:
                 self._end(memory)
         try:
             memory = self._client.kv_memory(PARTS * PART_BYTES)
-        except ResourceExhaustedError as error:
+        except (ResourceExhaustedError, OSError) as error:
             self._warn(error)
             return None
-        with self._lock, contextlib.suppress(CudaError):
-            if self._gpu is not None:
-                self._gpu.map(memory.memory)
-                self._mapped.add(id(memory))
+        with self._lock:
+            self._map(memory)
         return memory
 
-    def give_back(self, memory: KvMemory, *, used: bool) -> None:
-        """used: whether the server may still read it: an upload has failed."""
+    def _map(self, memory: KvMemory) -> None:
+        if self._gpu is None:
+            return
+        try:
+            self._gpu.map(memory.memory)
+            self._mapped.append(memory)
+        except CudaError as error:
+            _LOGGER.info("a prompt's memory is not known to the GPU: %s", error)
+
+    def give_back(self, memory: KvMemory) -> None:
+        """What was borrowed; closed, if the server may still read it."""
         with self._lock:
-            if used or self._closed:
+            if self._closed or self._free is not None or memory.ended():
                 self._end(memory)
             else:
-                self._free.append(memory)
+                self._free = memory
 
     def close(self) -> None:
         """What is given back from here on ends."""
         with self._lock:
             self._closed = True
-            while self._free:
-                self._end(self._free.pop())
+            memory, self._free = self._free, None
+            if memory is not None:
+                self._end(memory)
 
     def _end(self, memory: KvMemory) -> None:
         """The caller holds the lock."""
-        if id(memory) in self._mapped:
-            assert self._gpu is not None
-            self._mapped.remove(id(memory))
-            self._gpu.unmap(memory.memory)
         memory.close()
+        if memory not in self._mapped:
+            return
+        assert self._gpu is not None
+        self._mapped.remove(memory)
+        try:
+            self._gpu.unmap(memory.memory)
+        except CudaError as error:
+            _kept.append(memory)
+            _LOGGER.warning("a prompt's memory stays: %s", error)
