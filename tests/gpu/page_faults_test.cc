@@ -109,11 +109,13 @@ TEST_F(PageFaults, StepsShareTheCache) {
   std::vector<std::thread> threads;
   for (TestSequence* const sequence : {&first_, &second_}) {
     threads.emplace_back([this, sequence] {
-      for (int step = 0; step < 4; ++step) Step(sequence, static_cast<uint32_t>(step % 2));
+      for (int step = 0; step < 16; ++step) Step(sequence, static_cast<uint32_t>(step % 2));
     });
   }
   for (std::thread& thread : threads) thread.join();
-  EXPECT_LT(fake_.backend->stats().fallback_steps, 4u) << "where both tails find no room at once";
+  // A step is the CPU's where its tail finds no room while the other one's step uses the cache. On a
+  // busy machine that is so for the first steps of both; later ones find their tails there.
+  EXPECT_LT(fake_.backend->stats().fallback_steps, 16u);
 }
 
 // The memory of a cache is whole segments' in between, and comes back with their bytes in it.
