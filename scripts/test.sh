@@ -5,7 +5,7 @@
 # `N passed, N failed`; the exit status says whether anything failed.
 #
 #   format         clang-format would change nothing
-#   release        optimised build of everything, ctest
+#   release        optimised build of everything but the tests that the same run's stage asan has, ctest
 #   python         pytest against the release server: clients, model runner, end to end, deployment, scripts, training texts
 #   transformers   pytest with PyTorch and Transformers in build/venv-transformers: attnd.transformers
 #   asan           address and undefined-behaviour sanitizers: build of everything but the benchmarks, ctest
@@ -38,7 +38,10 @@ build_asan() { build_locked asan "-DATTND_FULL=${full}" "$@"; }
 build_tsan() { build_locked tsan "-DATTND_FULL=${full}"; }
 
 stage_release() {
-  check "release build" build_preset release
+  local all_tests=true
+  # Each test once: what the stage asan has is left to it.
+  if ! "${full}" && [[ " ${stages[*]} " == *" asan "* ]]; then all_tests=false; fi
+  check "release build" build_preset release "-DATTND_ALL_TESTS=${all_tests}"
   build_ahead "${builds_ahead[@]}"
   run_ctest "${ATTND_BUILD}"
 }

@@ -78,6 +78,29 @@ def test_the_tokens_without_graphs(target, model, captured, policy, rows):
                     assert torch.allclose(one, other, atol=0.1)
 
 
+@torch.inference_mode()
+def test_turns_beams_and_batches_that_shrink(target, model, captured):
+    """Of several tokens at once, of forks, and of other numbers of rows."""
+
+    def history(attachment):
+        with attachment.new_cache() as cache:
+            first = generate(model, prompt(2, 3000), cache).sequences
+            turn = torch.cat([first, prompt(2, 3040)[:, 3000:]], 1)
+            yield generate(model, turn, cache).sequences
+            cache.batch_select_indices(torch.tensor([1], device="cuda"))
+            yield generate(model, torch.cat([turn[1:], turn[1:, -5:]], 1), cache).sequences
+        with attachment.new_cache() as cache:
+            yield generate(model, prompt(1, 2500), cache, num_beams=3).sequences
+
+    with attached(model, target, memory=True) as attachment:
+        expected = list(history(attachment))
+    with attached(model, target, **OPTIONS) as attachment:
+        got = list(history(attachment))
+    assert len(captured) >= 3
+    for one, other in zip(got, expected):
+        assert torch.equal(one, other)
+
+
 def test_a_capture_that_fails_leaves_the_gpu_usable(target, model, monkeypatch, caplog):
     """By a call that waits for the device; random numbers, of which a capture keeps books, come as
     ever."""
