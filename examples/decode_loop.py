@@ -36,7 +36,7 @@ from decode_attention import (
     LocalAttention,
     NoAttention,
 )
-from decode_prompts import DTYPE, Capture, chunks
+from decode_prompts import DTYPE, Capture, upload
 
 WEIGHT_STD = 0.02
 GIB = 1 << 30
@@ -167,15 +167,13 @@ class Decoder:
 # The loop.
 
 
-def upload(options: argparse.Namespace, client: attnd.Client, shape: Any) -> list[int]:
+def upload_all(options: argparse.Namespace, client: attnd.Client, shape: Any) -> list[int]:
     """Sequences with the rows' prompts; the rows side by side."""
     model = attnd.Model("examples/decode_loop", shape)
 
     def one(row: int) -> tuple[int, float]:
         opened = client.open_sequence(model, policy=options.policy)
-        appended = client.append_kv(
-            opened.sequence_id, chunks(options, row), prefill_complete=True
-        )
+        appended = upload(options, client, opened.sequence_id, row)
         return opened.sequence_id, appended.index_build_us / 1e6
 
     start = time.perf_counter()
@@ -367,7 +365,7 @@ def main() -> int:
     )
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(attnd.Client(options.target, timeout_s=options.timeout_s))
-        sequences = upload(options, client, shape)
+        sequences = upload_all(options, client, shape)
         torch.cuda.empty_cache()  # the server may want the memory
         for sequence in sequences:
             stack.callback(client.close_sequence, sequence)

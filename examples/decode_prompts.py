@@ -6,9 +6,8 @@ from __future__ import annotations
 import argparse
 import struct
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 import torch
 
@@ -69,25 +68,54 @@ def contents(options: argparse.Namespace, row: int, layer: int) -> list[torch.Te
     ]
 
 
-def chunks(options: argparse.Namespace, row: int) -> Iterator[attnd.KvChunk]:
-    """A row's prompt. The host has one layer of it at a time: append_kv has copied a chunk when it
-    asks for the next one. With --chunk-tokens it has all layers whose contents differ."""
+@dataclass(frozen=True)
+class Part:
+    """Keys and values of some of a row's tokens, which several layers have.
 
-    def layer_of(distinct: int) -> list[Any]:
-        return [
-            made.view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
-            for made in contents(options, row, distinct)
-        ]
+    Attributes:
+        layers: their numbers.
+        first: position of the first token.
+        k, v: [tokens, kv_heads, head_dim] in GPU memory.
+    """
 
-    if options.chunk_tokens:
-        layers = [layer_of(distinct) for distinct in range(options.distinct_layers)]
-        for first in range(0, options.prompt_tokens, options.chunk_tokens):
-            part = slice(first, min(first + options.chunk_tokens, options.prompt_tokens))
-            for layer in range(options.layers):
-                k, v = layers[layer % options.distinct_layers]
-                yield attnd.KvChunk(layer, first, k[part], v[part])
-        return
-    for distinct in range(options.distinct_layers):
-        k, v = layer_of(distinct)
-        for layer in range(distinct, options.layers, options.distinct_layers):
-            yield attnd.KvChunk(layer, 0, k, v)
+    layers: range
+    first: int
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+# Tokens of a part: of Llama-3.1-8B's heads in bf16 it has 32 MiB.
+PART_TOKENS = 8192
+
+
+def parts(options: argparse.Namespace, row: int) -> Iterator[Part]:
+    """A row's prompt: all tokens of a layer, then those of the next one; with --chunk-tokens so
+    many tokens of all layers, then the next ones of all."""
+    tokens = options.chunk_tokens or options.prompt_tokens
+    for begin in range(0, options.prompt_tokens, tokens):
+        end = min(begin + tokens, options.prompt_tokens)
+        for distinct in range(options.distinct_layers):
+            layers = range(distinct, options.layers, options.distinct_layers)
+            k, v = contents(options, row, distinct)
+            for first in range(begin, end, PART_TOKENS):
+                part = slice(first, min(first + PART_TOKENS, end))
+                yield Part(layers, first, k[part], v[part])
+
+
+def upload(
+    options: argparse.Namespace, client: attnd.Client, sequence: int, row: int
+) -> attnd.AppendedKv:
+    """Has the server take a row's prompt from memory that is shared with it, and index it."""
+    tensor_bytes = PART_TOKENS * options.kv_heads * options.head_dim * DTYPE.itemsize
+    with client.kv_memory(2 * tensor_bytes) as memory:
+        for part in parts(options, row):
+            arrays = [
+                memory.array(offset, tuple(tensor.shape), "bf16")
+                for offset, tensor in ((0, part.k), (tensor_bytes, part.v))
+            ]
+            for array, tensor in zip(arrays, (part.k, part.v)):
+                attnd.as_torch(array).copy_(tensor)
+            for layer in part.layers:
+                chunk = attnd.KvChunk(layer, part.first, *arrays)
+                client.append_kv(sequence, [chunk], memory=memory)
+    return client.append_kv(sequence, [], prefill_complete=True)
