@@ -149,7 +149,7 @@ def test_without_room_prompts_are_messages(parts, caplog, monkeypatch):
             for _ in range(2):
                 got = generate(model, ids, attachment.new_cache()).sequences
                 assert torch.equal(got, expected)
-    assert not parts and len(asked) == 2  # once for each prompt
+    assert not parts and len(asked) == 2 * 2  # once for each row of each prompt
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     (warning,) = [text for text in warnings if text.startswith("prompts are sent as messages")]
     assert "client_memory_bytes" in warning

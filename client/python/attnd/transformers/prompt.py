@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from attnd.transformers.columns import Columns, Step, tokens_of
 from attnd.transformers.upload import Uploader
 from attnd.transformers.upload_memory import UploadMemory
 
+# Uploads at once: of rows, as a sequence has one writer.
+UPLOADERS_MAX = 4
 # Queries of the prompt's last tokens that policies may look at, and that the server takes at most.
 OBSERVED_TOKENS = 256
 
@@ -30,7 +33,8 @@ class Prompt:
         self._client = client
         self._observe = observe
         self._observed: dict[int, torch.Tensor] = {}
-        self._uploader = Uploader(client, memory)
+        self._memory = memory
+        self._uploaders: list[Uploader] = []  # row i has number i modulo UPLOADERS_MAX
 
     def add(
         self,
@@ -61,16 +65,24 @@ class Prompt:
             start += count
             if count:
                 position = step.positions[row]
-                self._uploader.put(sequence_ids[row], layer, position, k[part], v[part])
+                uploader = self._uploader_of(row)
+                uploader.put(sequence_ids[row], layer, position, k[part], v[part])
         if self._observe:
             before = self._observed.get(layer)
             queries = query if before is None else torch.cat([before, query], 2)
             # A view would keep the whole prompt's queries.
             self._observed[layer] = queries[:, :, -OBSERVED_TOKENS:].clone()
 
+    def _uploader_of(self, row: int) -> Uploader:
+        number = row % UPLOADERS_MAX
+        while len(self._uploaders) <= number:
+            self._uploaders.append(Uploader(self._client, self._memory))
+        return self._uploaders[number]
+
     def complete(self, sequence_ids: Sequence[int], columns: Columns) -> None:
         """Waits until the server has all, and indexes it. Errors as of add()."""
-        self._uploader.finish()
+        for uploader in self._uploaders:
+            uploader.finish()
         for row, tokens in enumerate(columns.tokens()):
             if tokens:
                 self._client.append_kv(
@@ -89,5 +101,7 @@ class Prompt:
         return [to_numpy(queries[present.to(queries.device)]) for queries in layers]
 
     def close(self) -> None:
-        """Drops what waits; ends the thread."""
-        self._uploader.close()
+        """Drops what waits; ends the threads."""
+        with contextlib.ExitStack() as stack:
+            for uploader in self._uploaders:
+                stack.callback(uploader.close)
