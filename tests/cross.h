@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Crosses of cases and dtypes for parametrised tests. Under a sanitizer a case takes seconds, so
-// the cross is smaller there, unless ATTND_FULL is set: a release build with the test runs all of it.
+// the cross is smaller there, unless ATTND_FULL is set: a release build with the test runs all of
+// it.
 #pragma once
 
 #include <cstddef>

@@ -29,6 +29,9 @@ class Chunker {
 
  private:
   Chunker() = default;
+  // InvalidArgument unless the bytes begin at a multiple of kAlignmentBytes in the region.
+  absl::Status CheckPlace(size_t block, const char* name, absl::string_view bytes) const;
+  uint64_t OffsetOf(absl::string_view bytes) const;
   void FillChunk(const KvBlock& block, uint64_t tokens, v1::AppendKvRequest* message) const;
 
   uint64_t sequence_id_ = 0;
@@ -39,6 +42,7 @@ class Chunker {
   uint64_t k_token_bytes_ = 0;  // of one token, all heads
   uint64_t v_token_bytes_ = 0;  // 0 if the model is latent
   uint64_t chunk_tokens_ = 0;
+  const ClientRegion* memory_ = nullptr;  // null: the messages have copies of k and v
 
   size_t block_ = 0;       // the one being sent
   uint64_t sent_ = 0;      // tokens of it that have been

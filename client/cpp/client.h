@@ -60,6 +60,8 @@ struct KvBlock {
   absl::string_view v;  // [tokens, kv_heads, value_dim]; empty if the model is latent
 };
 
+struct ClientRegion;
+
 struct AppendOptions {
   // Says that every layer is there: the server segments the prompt before it answers.
   bool prefill_complete = true;
@@ -68,6 +70,11 @@ struct AppendOptions {
   uint64_t chunk_bytes = uint64_t{4} << 20;
   // Limit of the whole upload, segmenting included.
   std::chrono::milliseconds timeout{600'000};
+  // Memory that is shared with the server (memory_client.h), in which the blocks' k and v lie: the
+  // server takes them from there. They begin at multiples of 64 bytes, and stay as they are until
+  // the call returns; after an error unregister the region before anything else is written there,
+  // as the server may be about to read it. Null: they are sent.
+  const ClientRegion* memory = nullptr;
 };
 
 // A Decode stream: send a message for one layer of a batch, wait for its reply. While it lives it
@@ -156,7 +163,8 @@ class Client {
 
   // Uploads `blocks` in their order, cut into messages of about chunk_bytes. `token_ids`: none, or
   // the ids of the tokens of the first layer among the blocks, in the blocks' order.
-  // InvalidArgument before anything is sent if a block's bytes do not match `shape`. Never repeated
+  // InvalidArgument before anything is sent if a block's bytes do not match `shape`, or do not lie
+  // in options.memory as they should. Never repeated
   // by itself; the caller may, after an error, with the same content: what the server has is
   // compared and accepted. Once the prefill is complete there is nothing to repeat:
   // FailedPrecondition.

@@ -8,8 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "client/cpp/memory_client.h"
+#include "common/owned_fd.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "plane/region.h"
 
 namespace attnd::client {
 namespace {
@@ -150,6 +153,41 @@ TEST_F(ChunkerTest, MistakesAreNamed) {
     const auto chunker = Make();
     EXPECT_TRUE(absl::IsInvalidArgument(chunker.status())) << one.named;
     EXPECT_THAT(std::string(chunker.status().message()), HasSubstr(one.named));
+  }
+}
+
+// Tokens of 32 and 64 bytes: each part but the last has an even number of them.
+TEST(ChunkerMemory, PartsBeginWhereTensorsMay) {
+  OwnedFd descriptor;
+  ClientRegion region = {.id = 77, .memory = *plane::Region::Create(4096, &descriptor)};
+  const auto* const bytes = reinterpret_cast<const char*>(region.memory->data());
+  v1::ModelShape shape = Shape();
+  shape.set_kv_heads(1);
+  AppendOptions options;
+  options.memory = &region;
+  const KvBlock block = {.layer = 1,
+                         .first_position = 3,
+                         .tokens = 11,
+                         .k = {bytes + 64, 11 * 32},
+                         .v = {bytes + 1024, 11 * 64}};
+  for (options.chunk_bytes = 1; options.chunk_bytes < 2000; options.chunk_bytes += 95) {
+    auto chunker = Chunker::Create(9, shape, {&block, 1}, {}, options);
+    ASSERT_TRUE(chunker.ok()) << chunker.status();
+    v1::AppendKvRequest message;
+    uint64_t sent = 0;
+    while (chunker->Next(&message)) {
+      EXPECT_EQ(message.first_position(), 3 + sent);
+      EXPECT_EQ(message.memory().region_id(), 77u);
+      EXPECT_EQ(message.memory().k_offset(), 64 + sent * 32);
+      EXPECT_EQ(message.memory().v_offset(), 1024 + sent * 64);
+      EXPECT_EQ(message.memory().k_offset() % 64, 0u);
+      EXPECT_TRUE(message.k().data().empty());
+      EXPECT_TRUE(message.v().data().empty());
+      EXPECT_EQ(message.k().shape(0), message.v().shape(0));
+      sent += message.k().shape(0);
+    }
+    EXPECT_EQ(sent, 11u) << options.chunk_bytes;
+    EXPECT_TRUE(message.prefill_complete());
   }
 }
 

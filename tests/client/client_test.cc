@@ -9,10 +9,12 @@
 
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "client/cpp/memory_client.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/client/client_fixture.h"
@@ -37,6 +39,58 @@ class ClientTest : public ClientFixture {
     Connect();
   }
 };
+
+// The server compares tokens that are repeated with those that it has.
+TEST_F(ClientTest, UploadsFromSharedMemory) {
+  options_.allow_client_memory = true;
+  StartReal();
+  constexpr uint64_t kTokens = 1000, kBytes = kTokens * 16 * sizeof(float);
+  auto memory = MemoryClient::Connect(*MemoryClient::SocketOf(server_->address()), 10s);
+  ASSERT_TRUE(memory.ok()) << memory.status();
+  const auto region = (*memory)->Register(4 * kBytes, "");
+  ASSERT_TRUE(region.ok()) << region.status();
+  auto* const bytes = reinterpret_cast<char*>(region->memory->data());
+  std::string k(kBytes, '\0'), v(kBytes, '\0');
+  for (size_t i = 0; i < kBytes; i += sizeof(float)) {
+    const float numbers[2] = {static_cast<float>(i % 977), static_cast<float>(i % 613)};
+    std::memcpy(k.data() + i, &numbers[0], sizeof(float));
+    std::memcpy(v.data() + i, &numbers[1], sizeof(float));
+  }
+  std::memcpy(bytes + 64, k.data(), kBytes);
+  std::memcpy(bytes + 2 * kBytes, v.data(), kBytes);
+  const uint64_t sequence = client_->OpenSequence(SmallModel())->sequence_id();
+  const v1::ModelShape shape = SmallModel().model().shape();
+  KvBlock block = {.layer = 0,
+                   .first_position = 0,
+                   .tokens = kTokens,
+                   .k = {bytes + 64, kBytes},
+                   .v = {bytes + 2 * kBytes, kBytes}};
+  AppendOptions append;
+  append.chunk_bytes = 10000;  // several messages
+  append.prefill_complete = false;
+  append.memory = &*region;
+  const auto appended = client_->AppendKv(sequence, shape, {&block, 1}, {}, append);
+  ASSERT_TRUE(appended.ok()) << appended.status();
+  EXPECT_EQ(appended->committed_tokens(), kTokens);
+
+  block.k = k;
+  block.v = v;
+  const auto outside = client_->AppendKv(sequence, shape, {&block, 1}, {}, append);
+  EXPECT_THAT(outside.status().message(), HasSubstr("blocks[0].k does not lie in the memory"));
+  append.memory = nullptr;
+  EXPECT_TRUE(client_->AppendKv(sequence, shape, {&block, 1}, {}, append).ok());
+  k[4000] ^= 1;
+  block.k = k;
+  EXPECT_EQ(client_->AppendKv(sequence, shape, {&block, 1}, {}, append).status().code(),
+            absl::StatusCode::kAlreadyExists);
+  append.memory = &*region;
+  for (const uint64_t at : {uint64_t{32}, 3 * kBytes + 64}) {
+    block.k = {bytes + at, kBytes};
+    EXPECT_TRUE(absl::IsInvalidArgument(
+        client_->AppendKv(sequence, shape, {&block, 1}, {}, append).status()))
+        << at;
+  }
+}
 
 TEST_F(ClientTest, TheWholePath) {
   StartReal();

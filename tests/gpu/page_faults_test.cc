@@ -113,8 +113,8 @@ TEST_F(PageFaults, StepsShareTheCache) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  // A step is the CPU's where its tail finds no room while the other one's step uses the cache. On a
-  // busy machine that is so for the first steps of both; later ones find their tails there.
+  // A step is the CPU's where its tail finds no room while the other one's step uses the cache. On
+  // a busy machine that is so for the first steps of both; later ones find their tails there.
   EXPECT_LT(fake_.backend->stats().fallback_steps, 16u);
 }
 
