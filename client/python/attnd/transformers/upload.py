@@ -19,8 +19,8 @@ from attnd.transformers.upload_memory import PART_BYTES, PARTS, UploadMemory
 
 # Chunks that may wait: they are copies in host memory, and a model may be faster than the server.
 PENDING_MAX = 8
-# Of a row's new keys and values in a layer, from which on the prompt goes through shared memory,
-# which takes # time to make.
+# Of a row's new keys and values in a layer, from which on its prompt goes through shared memory: that
+# takes time to make.
 MEMORY_BYTES_MIN = 1 << 20
 
 
