@@ -29,7 +29,8 @@ class EmulatedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         answer = func(*args, **kwargs)
-        self._work.append(lambda: _again(func, args, kwargs, answer))
+        mode = torch.is_inference_mode_enabled()
+        self._work.append(lambda: _again(mode, func, args, kwargs, answer))
         return answer
 
     def append(self, kernel) -> None:
@@ -38,17 +39,17 @@ class EmulatedGraph(TorchDispatchMode):
 
     def replay(self) -> None:
         self.replays += 1
-        with torch.inference_mode(False), torch.no_grad():
-            for work in self._work:
-                work()
-                self._gpu.synchronize()
+        for work in self._work:
+            work()
+            self._gpu.synchronize()
 
 
-def _again(func, args, kwargs, answer) -> None:
+def _again(mode: bool, func, args, kwargs, answer) -> None:
     """Does an operation again; what it returned is written to where it was."""
-    for old, new in zip(tree_leaves(answer), tree_leaves(func(*args, **kwargs))):
-        if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-            old.copy_(new)
+    with torch.inference_mode(mode), torch.no_grad():
+        for old, new in zip(tree_leaves(answer), tree_leaves(func(*args, **kwargs))):
+            if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
 
 
 class Captures:

@@ -99,7 +99,7 @@ def test_a_row_that_gets_no_token(target, captures):
         mask = torch.ones_like(ids)
         model(ids, past_key_values=cache)
         plain(ids)
-        for number in range(9):
+        for number in range(14):
             added = torch.ones(2, 1, dtype=torch.long)
             added[1, 0] = number != 6
             mask = torch.cat([mask, added], 1)
@@ -110,7 +110,8 @@ def test_a_row_that_gets_no_token(target, captures):
             assert torch.allclose(got.logits[0], expected.logits[0], atol=1e-3)
             if added[1, 0]:
                 assert torch.allclose(got.logits[1], expected.logits[1], atol=1e-3)
-        assert captures.replays == 9 - 3 - 1
+        # Behind it the calls are those of a padded batch, which are compared by themselves.
+        assert captures.replays == (6 - 3) + (7 - 2)
 
 
 @torch.no_grad()

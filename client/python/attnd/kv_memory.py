@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from types import TracebackType
@@ -10,6 +11,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from attnd.errors import AttndError
 from attnd.memory_socket import MemorySocket
 from attnd.tensors import Array, as_dtype
 from attnd.v1 import attnd_pb2
@@ -46,8 +48,15 @@ class KvMemory:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Gives the region back. Its arrays stay readable."""
+    def close(self, *, wait: bool = False) -> None:
+        """Gives the region back. Its arrays stay readable.
+
+        Args:
+            wait: until the server has it, which otherwise is soon.
+        """
+        if wait and not self._socket.ended():
+            with contextlib.suppress(AttndError, OSError):  # the server was faster
+                self._socket.unregister(self._region.id)
         self._socket.close()
 
     def ended(self) -> bool:

@@ -60,9 +60,12 @@ def capture(where: ModelGpu, run: Callable[[], Any]) -> tuple[Graph, Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(captures.UNDER_WAY)
         stack.enter_context(torch.cuda.device(device))
+        # As torch.cuda.graph does once more: nothing is left to wait for while numbers are changed.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         # Puts the stream back, whatever torch.cuda.graph leaves where a capture fails.
         stack.enter_context(torch.cuda.stream(torch.cuda.current_stream(device)))
-        stack.push(functools.partial(_free_pool, device, pool))
+        stack.push(functools.partial(_free_pool, graph, device, pool))
         # The capture has random numbers of its own: other threads draw theirs meanwhile.
         stack.callback(generator.graphsafe_set_state, numbers)
         generator.graphsafe_set_state(numbers.clone_state())
@@ -75,9 +78,20 @@ def capture(where: ModelGpu, run: Callable[[], Any]) -> tuple[Graph, Any]:
         return graph, run()
 
 
-def _free_pool(device: torch.device, pool: Any, error: type[BaseException] | None, *_: Any) -> None:
-    """What PyTorch leaves out where a capture fails: its allocator would take it to go on."""
-    if error is not None:
+def _free_pool(
+    graph: torch.cuda.CUDAGraph,
+    device: torch.device,
+    pool: Any,
+    error: type[BaseException] | None,
+    *_: Any,
+) -> None:
+    """What PyTorch leaves out where CUDA has given a capture up: its allocator would take it to go
+    on."""
+    if error is None:
+        return
+    try:
+        graph.pool()
+    except RuntimeError:  # the capture has no end
         for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             with contextlib.suppress(RuntimeError):  # it was not left out
                 end(device.index, pool)
@@ -123,7 +137,9 @@ class _Operations(TorchDispatchMode):
             return value
         if value.device != self._device:
             self.refused = f"a tensor on {value.device}"
-        return value.shape, value.stride(), value.dtype
+        # Strides of dimensions of one element say nothing.
+        strides = (0 if size == 1 else stride for size, stride in zip(value.shape, value.stride()))
+        return value.shape, tuple(strides), value.dtype
 
 
 def _has_flags(indices: Any) -> bool:
@@ -175,6 +191,12 @@ class TokenCall:
     def rows(self) -> int:
         return len(self.inputs["input_ids"])
 
+    def arguments(self) -> dict[str, Any]:
+        """All of them, by name; the inputs dense, as a graph's are."""
+        inputs = {name: tensor.contiguous() for name, tensor in self.inputs.items()}
+        mask = {} if self.mask is None else {"attention_mask": self.mask}
+        return {**self.constants, **inputs, **mask, "past_key_values": self.cache}
+
     @property
     def key(self) -> Any:
         """Equal for calls that one graph serves."""
@@ -222,10 +244,17 @@ class TokenGraph:
 
 @dataclass(frozen=True)
 class _Noted:
-    """The first call of a kind: its operations, and the columns of its cache."""
+    """What is known of a kind of call.
+
+    Attributes:
+        operations: of its first call.
+        columns: of that call's cache.
+        confirmed: whether another call, behind other columns, had the same operations.
+    """
 
     operations: list[Any]
     columns: int
+    confirmed: bool = False
 
 
 class TokenGraphs:
@@ -244,9 +273,9 @@ class TokenGraphs:
         self._model = model
         self._where = where
         self._lock = threading.Lock()
-        # Of a kind of call, by its key: what the first one was; True: two were the same; False:
-        # they # were not, or it could not be captured. Guarded by the lock, as the next one.
-        self._known: dict[Any, _Noted | bool] = {}
+        # Of a kind of call, by its key; None: it is not captured. Guarded by the lock, as the next
+        # one.
+        self._known: dict[Any, _Noted | None] = {}
         self._parts: Any = None  # of the model, of which all that is so
         self._warn = OneWarning("the model's passes are not replayed as CUDA graphs")
         # Of the model itself, in place of its class's: a compiled one, say. An attachment that was
@@ -283,19 +312,19 @@ class TokenGraphs:
         parts = _parts_of(self._model)
         if session is None or parts is None:
             return self._forward(*args, **kwargs)
-        key = call.key, torch.is_inference_mode_enabled()
-        known = self._known_of(key, parts)
-        if known is False:
-            return self._forward(*args, **kwargs)
-        graphs = call.cache._batch.graphs
-        graph = graphs.get(key)
-        if graph is None or graph.parts != parts:
-            graph = self._capture(key, call, session, parts) if known is True else None
-        if graph is None:
-            return self._compare(key, parts, call, lambda: self._forward(*args, **kwargs))
         seen = flags_of(padding_mask(attention_mask=call.mask))
         if seen is not None and not seen[:, -1].all():
             return self._forward(*args, **kwargs)  # a row has no token: one graph serves all rows
+        # With padding, and under another mode, a model may do other things.
+        key = call.key, seen is not None, torch.is_inference_mode_enabled()
+        known = self._known_of(key, parts)
+        if known is None:
+            return self._forward(*args, **kwargs)
+        graph = call.cache._batch.graphs.get(key)
+        if graph is None or graph.parts != parts:
+            graph = self._capture(key, call, session, parts, known) if known.confirmed else None
+        if graph is None:
+            return self._compare(key, parts, call)
         graph.read(call.inputs)
         call.cache._replay(graph, seen)
         return graph.copy_output(call.cache)
@@ -308,52 +337,54 @@ class TokenGraphs:
             return None  # the model raises
         return TokenCall.of(self._where.device, {**named, **kwargs})
 
-    def _known_of(self, key: Any, parts: Any) -> _Noted | bool | None:
+    def _known_of(self, key: Any, parts: Any) -> _Noted | None:
         """What is known of such calls of a model of these parts; nothing of one of other parts.
-        False where too much is known."""
+        None if they are not captured, or too much is known."""
         with self._lock:
             if self._parts != parts:
                 self._known.clear()
                 self._parts = parts
-            known = self._known.get(key)
-            return False if known is None and len(self._known) >= _KINDS_MAX else known
+            if key not in self._known and len(self._known) < _KINDS_MAX:
+                self._known[key] = _Noted([], 0)  # no call yet
+            return self._known.get(key)
 
-    def _compare(self, key: Any, parts: Any, call: TokenCall, run: Callable[[], Any]) -> Any:
+    def _compare(self, key: Any, parts: Any, call: TokenCall) -> Any:
         """The model's own forward. The first call of a kind notes its operations, and one behind
         another number of columns compares them."""
         columns = call.cache.get_seq_length()
+        arguments = call.arguments()
         with _Operations(self._where.device, call.mask) as operations:
-            answer = run()
+            answer = self._forward(**arguments)
         refused = operations.refused and f"the model's forward has {operations.refused}"
         if not refused and not _is_plain(answer):
             refused = "the model returns more than tensors and its cache"
         with self._lock:
             known = self._known.get(key)
-            if self._parts != parts or isinstance(known, bool):
+            if self._parts != parts or known is None or known.confirmed:
                 return answer  # another thread knows more
-            if known is None:
+            if not known.operations:
                 self._known[key] = _Noted(operations.noted, columns)
             elif known.operations != operations.noted:
                 refused = refused or "the model's forward does something else at each token"
             elif known.columns != columns:
-                self._known[key] = True
+                self._known[key] = _Noted(known.operations, columns, confirmed=True)
             if refused:
-                self._known[key] = False
+                self._known[key] = None
         if refused:
             self._warn(refused)
         return answer
 
     def _capture(
-        self, key: Any, call: TokenCall, session: StreamSession, parts: Any
+        self, key: Any, call: TokenCall, session: StreamSession, parts: Any, known: _Noted
     ) -> TokenGraph | None:
         """A graph for such calls over the cache, which the cache then has; None if none can be
         made."""
         call.cache._batch.check_whole()
         try:
-            graph = self._captured(call, session, parts)
+            graph = self._captured(call, session, parts, known)
         except Exception as error:  # whatever the model's code raises where it is captured
             with self._lock:
-                self._known[key] = False
+                self._known[key] = None
             self._warn(error)
             return None
         graphs = call.cache._batch.graphs
@@ -363,16 +394,30 @@ class TokenGraphs:
         graphs[key] = graph
         return graph
 
-    def _captured(self, call: TokenCall, session: StreamSession, parts: Any) -> TokenGraph:
-        # Tensors that may be written under any mode of PyTorch's.
-        with torch.inference_mode(False), torch.no_grad():
-            inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
-            arguments = {**call.constants, **inputs, "past_key_values": call.cache}
-            with call.cache._captured(session):
-                graph, output = capture(self._where, lambda: self._forward(**arguments))
+    def _captured(
+        self, call: TokenCall, session: StreamSession, parts: Any, known: _Noted
+    ) -> TokenGraph:
+        with torch.inference_mode(False):  # tensors that may be written under any mode
+            inputs = {name: _dense_copy(tensor) for name, tensor in call.inputs.items()}
+        arguments = TokenCall(call.cache, None, inputs, call.constants).arguments()
+        operations = _Operations(self._where.device, None)
+
+        def run() -> Any:
+            with operations:
+                return self._forward(**arguments)
+
+        with call.cache._captured(session):
+            graph, output = capture(self._where, run)
+        # It was another call than those that were compared: without a mask, and later.
+        if operations.refused or operations.noted != known.operations:
+            raise ValueError("the model's forward does something else where it is captured")
         _LOGGER.info("captured a pass of %d rows as a CUDA graph", call.rows)
         tensors = {name: None if value is call.cache else value for name, value in output.items()}
         return TokenGraph(session, parts, inputs, tensors, type(output), graph)
+
+
+def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _is_plain(output: Any) -> bool:

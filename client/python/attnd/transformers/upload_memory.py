@@ -19,7 +19,7 @@ PARTS = 4
 # Of a part, keys and values together.
 PART_BYTES = 32 << 20
 # Memories whose unmapping CUDA has refused: they must not go, as it would take what lies there
-# later for # them.
+# later for them.
 _kept: list[KvMemory] = []
 
 
@@ -87,7 +87,7 @@ class UploadMemory:
 
     def _end(self, memory: KvMemory) -> None:
         """The caller holds the lock."""
-        memory.close()
+        memory.close(wait=True)
         if memory not in self._mapped:
             return
         assert self._gpu is not None
