@@ -57,11 +57,14 @@ def test_a_command_runs_under_a_daemon_of_its_own(run, tmp_path):
 
 
 def test_a_signal_ends_the_command_and_then_the_daemon(run, tmp_path):
-    process = run("--", "bash", "-c", "trap 'sleep 0.3; echo ended; exit 3' TERM; echo up; while :; do sleep 0.05; done")
+    until = f"until [[ -e {tmp_path}/may_end ]]; do sleep 0.05; done"
+    command = f"trap '{until}; echo ended; exit 3' TERM; echo up; while :; do sleep 0.05; done"
+    process = run("--", "bash", "-c", command)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     assert [words[0] for words in told(tmp_path)] == ["start"]
+    (tmp_path / "may_end").touch()
     output, _ = process.communicate(timeout=20)
     assert output == "ended\n" and process.returncode == 3
     assert [words[0] for words in told(tmp_path)] == ["start", "quit"]
