@@ -5,7 +5,6 @@
 #include <cstring>
 #include <new>
 
-#include "common/dtype.h"
 #include "common/status.h"
 #include "plane/pass_memory.h"
 #include "plane/region_table.h"
@@ -13,13 +12,6 @@
 #include "server/calls/memory_plane.h"
 
 namespace attnd::server {
-namespace {
-
-uint64_t Bytes(const engine::TensorView& tensor) {
-  return tensor.elements * DTypeBytes(tensor.dtype);  // does not overflow: conversions.cc
-}
-
-}  // namespace
 
 absl::Status ChunkCopy::Take(const v1::KvMemory& proto, absl::string_view tenant,
                              const HandlerContext& handlers, engine::AppendChunk* chunk) {

@@ -49,6 +49,10 @@ absl::StatusOr<DType> FromProto(v1::DType dtype, absl::string_view field);
 absl::StatusOr<Tensor3> FromProto(const v1::Tensor& tensor, absl::string_view field);
 // The same of a tensor whose data lies elsewhere, and which has none: the view's data is null.
 absl::StatusOr<Tensor3> WithoutDataFromProto(const v1::Tensor& tensor, absl::string_view field);
+// The bytes of a tensor that was converted, whose product does not overflow.
+inline uint64_t Bytes(const engine::TensorView& tensor) {
+  return tensor.elements * DTypeBytes(tensor.dtype);
+}
 // True if the message has neither a preset nor a parameter.
 bool IsAbsent(const v1::Policy& policy);
 

@@ -27,10 +27,6 @@ constexpr std::chrono::milliseconds kPromptRing{1};
 
 plane::Span ToSpan(const v1::PassSpan& proto) { return {proto.offset(), proto.layer_stride()}; }
 
-uint64_t Bytes(const engine::TensorView& tensor) {
-  return tensor.elements * DTypeBytes(tensor.dtype);  // does not overflow: conversions.cc
-}
-
 // Work that another thread does while this one waits for it.
 class AwaitedTask final : public StepExecutor::Task {
  public:

@@ -31,11 +31,10 @@ void ConvertRow(const v1::DecodeRow& proto, const PolicyCatalog& policies, engin
   }
 }
 
-// A tensor of a message that stands alone or declares a pass.
-absl::StatusOr<Tensor3> ConvertTensor(const v1::DecodeRequest& request, const v1::Tensor& tensor,
+// in_memory: the tensor's data lies in memory that is shared.
+absl::StatusOr<Tensor3> ConvertTensor(bool in_memory, const v1::Tensor& tensor,
                                       absl::string_view field) {
-  return request.begin_pass().has_memory() ? WithoutDataFromProto(tensor, field)
-                                           : FromProto(tensor, field);
+  return in_memory ? WithoutDataFromProto(tensor, field) : FromProto(tensor, field);
 }
 
 // k and v of the rows that append. A message that needs k and has none is told what an empty tensor
@@ -44,13 +43,15 @@ absl::Status ConvertNewTokens(const v1::DecodeRequest& request, engine::DecodeAr
   const bool appends = std::any_of(request.rows().begin(), request.rows().end(),
                                    [](const v1::DecodeRow& row) { return !row.query_only(); });
   if (request.has_k() || appends) {
-    ATTND_ASSIGN_OR_RETURN(const Tensor3 k, ConvertTensor(request, request.k(), "k"));
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 k,
+                           ConvertTensor(request.begin_pass().has_memory(), request.k(), "k"));
     args->k = k.view;
     args->k_heads = k.heads;
     args->k_head_dim = k.dim;
   }
   if (!request.has_v()) return absl::OkStatus();
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 v, ConvertTensor(request, request.v(), "v"));
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 v,
+                         ConvertTensor(request.begin_pass().has_memory(), request.v(), "v"));
   args->v = v.view;
   args->v_heads = v.heads;
   args->v_value_dim = v.dim;
@@ -131,13 +132,11 @@ absl::StatusOr<engine::ObservedChunk> ObservedFromProto(const v1::AppendKvReques
 }
 
 absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request) {
-  const auto convert = [&](const v1::Tensor& tensor, absl::string_view field) {
-    return request.has_memory() ? WithoutDataFromProto(tensor, field) : FromProto(tensor, field);
-  };
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 k, convert(request.k(), "k"));
+  const bool in_memory = request.has_memory();
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 k, ConvertTensor(in_memory, request.k(), "k"));
   engine::AppendChunk chunk;
   if (request.has_v()) {  // none if the model is latent
-    ATTND_ASSIGN_OR_RETURN(const Tensor3 v, convert(request.v(), "v"));
+    ATTND_ASSIGN_OR_RETURN(const Tensor3 v, ConvertTensor(in_memory, request.v(), "v"));
     if (k.tokens != v.tokens) {
       return Invalid("v", ".shape[0] is ", v.tokens, "; k has ", k.tokens, " tokens");
     }
@@ -166,7 +165,8 @@ absl::Status FromProto(const v1::DecodeRequest& request, steady_clock::time_poin
   for (int i = 0; i < rows; ++i) {
     ConvertRow(request.rows(i), policies, &step->rows[static_cast<size_t>(i)]);
   }
-  ATTND_ASSIGN_OR_RETURN(const Tensor3 q, ConvertTensor(request, request.q(), "q"));
+  ATTND_ASSIGN_OR_RETURN(const Tensor3 q,
+                         ConvertTensor(request.begin_pass().has_memory(), request.q(), "q"));
   ATTND_RETURN_IF_ERROR(ConvertNewTokens(request, &step->args));
   step->output_dtype = q.view.dtype;
   if (request.output_dtype() != v1::DTYPE_UNSPECIFIED) {

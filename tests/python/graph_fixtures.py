@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of Transformers' CUDA graphs share. A test file imports the fixtures that it uses, and those
-that they use (test_transformers_on_stream.py)."""
+"""What the tests of Transformers' CUDA graphs share. A test file imports the fixtures that it uses,
+and those that they use (test_transformers_on_stream.py)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,10 @@ def warnings_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-class attached_local:
-    """Another model of the same weights, over a cache of its own."""
-
-    def __init__(self, model) -> None:
-        self._model = tiny(TINY[0])
-
-    def __enter__(self):
-        cache = transformers_models.DynamicCache()
-        return lambda ids, **options: self._model(ids, past_key_values=cache, **options)
-
-    def __exit__(self, *_) -> None:
-        pass
+def plain_copy():
+    """Another model of TINY[0]'s weights, which attends locally, over a cache of its own."""
+    model, cache = tiny(TINY[0]), transformers_models.DynamicCache()
+    return lambda ids, **options: model(ids, past_key_values=cache, **options)
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ from attnd.transformers import graphs
 from emulated_fixtures import library  # noqa: F401
 from graph_fixtures import (  # noqa: F401
     NUMBERS_COLUMNS,
-    attached_local,
     captures,
+    plain_copy,
     step,
     tokens,
     warnings_of,
@@ -32,7 +32,8 @@ from transformers_models import TINY, attached, generate, load, local, prompt, t
 def test_calls_without_positions_are_the_models(target, captures, named):
     """It makes them of the cache's length, or of the mask."""
     model, ids = load(TINY[0]), prompt(TINY[0], 1, 30)
-    with attached(model, target) as attachment, attached_local(model) as plain:
+    with attached(model, target) as attachment:
+        plain = plain_copy()
         plain(ids)
         caches = [attachment.new_cache() for _ in range(2)]
         for cache in caches:

@@ -20,7 +20,7 @@ from attnd.transformers import cache as cache_module
 from attnd.transformers import graphs
 from conftest import require_program
 from emulated_fixtures import library  # noqa: F401
-from graph_fixtures import attached_local, captures, step, tokens  # noqa: F401
+from graph_fixtures import captures, plain_copy, step, tokens  # noqa: F401
 from test_transformers import (  # noqa: F401
     test_a_batch_with_padding_on_the_left,
     test_a_prompt_of_one_token,
@@ -38,7 +38,6 @@ from test_transformers_memory import (  # noqa: F401
 )
 from test_transformers_on_stream import (  # noqa: F401
     attnd_target,
-    local_of,
     on_stream,
     target,
     test_sessions_go_with_their_caches,
@@ -94,7 +93,8 @@ def test_padding_is_the_caches(target, captures):
 def test_a_row_that_gets_no_token(target, captures):
     """Its call is the model's own, and those behind it are replays again."""
     model, ids = load(TINY[0]), prompt(TINY[0], 2, 30)
-    with attached(model, target) as attachment, attached_local(model) as plain:
+    with attached(model, target) as attachment:
+        plain = plain_copy()
         cache = attachment.new_cache()
         mask = torch.ones_like(ids)
         model(ids, past_key_values=cache)

@@ -48,7 +48,17 @@ from test_transformers_memory import (  # noqa: F401
 )
 from test_transformers_random import test_a_random_history  # noqa: F401
 from torch_on_emulated import model_gpu
-from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
+from transformers_models import (
+    TINY,
+    attached,
+    generate,
+    load,
+    local,
+    local_of,
+    prompt,
+    tiny,
+    torch,
+)
 from transformers_sequences import assert_none_soon
 
 
@@ -349,15 +359,6 @@ def test_the_device_of_a_model(monkeypatch, caplog):
     monkeypatch.setattr(driver, "CudaGpu", refuse)
     assert streams.gpu_of(model_on("cuda:0")) is None
     assert "planted" in caplog.text
-
-
-def local_of(model, ids):
-    """Its tokens with local attention, while it is attached."""
-    model.set_attn_implementation("sdpa")
-    try:
-        return local(model, ids).sequences
-    finally:
-        model.set_attn_implementation("attnd")
 
 
 def test_regions_of_sessions_have_twins(library, monkeypatch):

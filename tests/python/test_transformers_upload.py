@@ -20,7 +20,17 @@ from attnd.cuda.errors import CudaError
 from attnd.kv_memory import KvMemory
 from attnd.transformers import upload, upload_memory
 from conftest import require_program
-from transformers_models import TINY, attached, generate, load, local, prompt, tiny, torch
+from transformers_models import (
+    TINY,
+    attached,
+    generate,
+    load,
+    local,
+    local_of,
+    prompt,
+    tiny,
+    torch,
+)
 
 PARTS, PART_BYTES = 3, 1 << 12
 
@@ -100,15 +110,6 @@ def test_prompts_take_turns_in_one_memory(target, parts, monkeypatch):
             local_of(model, ids))
         assert len(made) == 1 and not made[0].ended()
     assert made[0].ended()
-
-
-def local_of(model, ids):
-    """Its tokens with local attention, while it is attached."""
-    model.set_attn_implementation("sdpa")
-    try:
-        return local(model, ids).sequences
-    finally:
-        model.set_attn_implementation("attnd")
 
 
 def test_prompts_at_once_have_a_memory_each(target, parts, monkeypatch):

@@ -94,6 +94,15 @@ def local(model, ids, **options):
     return generate(model, ids, DynamicCache(), **options)
 
 
+def local_of(model, ids):
+    """Its tokens with local attention, while it is attached."""
+    model.set_attn_implementation("sdpa")
+    try:
+        return local(model, ids).sequences
+    finally:
+        model.set_attn_implementation("attnd")
+
+
 def attached(model, target: str, policy: str | None = "dense", **options):
     """With memory as attach_options says, unless the test does."""
     options = {**attach_options, **options}

@@ -12,12 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from attnd.errors import AttndError
-from attnd.memory_socket import MemorySocket
+from attnd.memory_socket import ALIGNMENT_BYTES, MemorySocket
 from attnd.tensors import Array, as_dtype
 from attnd.v1 import attnd_pb2
-
-# Where a tensor may begin.
-ALIGNMENT_BYTES = 64
 
 
 class KvMemory:

@@ -24,8 +24,15 @@ from attnd.errors import (
 )
 from attnd.v1 import memory_pb2
 
+#: Where a tensor may begin in a region.
+ALIGNMENT_BYTES = 64
 _PACKET_BYTES_MAX = 4096
 _DESCRIPTORS_MAX = 2
+
+
+def aligned(size: int) -> int:
+    """Bytes behind which the next tensor may begin."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Twin:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from attnd.errors import AttndError
-from attnd.memory_socket import MemorySocket
+from attnd.memory_socket import MemorySocket, aligned
 from attnd.model import ModelShape
 from attnd.tensors import FP32, Array, as_dtype, without_data
 from attnd.v1 import attnd_pb2, types_pb2
@@ -20,7 +19,6 @@ from attnd.words import WORDS_BYTES, ClientTurns
 if TYPE_CHECKING:
     from attnd.pass_reply import PassReply
 
-_ALIGNMENT_BYTES = 64
 # Of a layer's q, k and v. With more a server's GPU begins when its host says so, by what is in the region
 # (gpu/layout/step_gate.h), and the twin would only be in the way.
 _TWIN_BYTES_MAX = 128 << 10
@@ -43,7 +41,7 @@ class TensorPlace:
         self.heads = heads
         self.dim = dim
         bytes_ = self.bytes_of(tokens_max)
-        self.end = offset + math.ceil(bytes_ / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.end = offset + aligned(bytes_)
 
     def bytes_of(self, tokens: int) -> int:
         return tokens * self.heads * self.dim * self.dtype.itemsize

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy.typing as npt
 
-from attnd.kv_memory import ALIGNMENT_BYTES, KvMemory
+from attnd.kv_memory import KvMemory
+from attnd.memory_socket import ALIGNMENT_BYTES
 from attnd.model import Model
 from attnd.policy import CLUSTER_INDEXES, Policy, TreeOptions, as_policy, to_wire_indexes
 from attnd.tensors import Array, as_dtype, to_tensor, to_wire_dtype, without_data

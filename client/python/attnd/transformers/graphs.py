@@ -309,7 +309,7 @@ class TokenGraphs:
         if call is None:
             return self._forward(*args, **kwargs)
         session = call.cache._batch.stream_session(call.rows)
-        parts = _parts_of(self._model)
+        parts = None if session is None else _parts_of(self._model)
         if session is None or parts is None:
             return self._forward(*args, **kwargs)
         seen = flags_of(padding_mask(attention_mask=call.mask))

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from attnd.client import Client
-from attnd.kv_memory import ALIGNMENT_BYTES, KvMemory
+from attnd.kv_memory import KvMemory
 from attnd.memory import as_torch
+from attnd.memory_socket import ALIGNMENT_BYTES, aligned
 from attnd.requests import KvChunk
 from attnd.tensors import Array
 from attnd.transformers.arrays import numpy_dtype, to_numpy
@@ -114,8 +114,7 @@ def _write(
     """Copies both to the memory, one behind the other; waits for their device."""
     dtype = numpy_dtype(key.dtype)
     k = memory.array(offset, tuple(key.shape), dtype)
-    behind = offset + math.ceil(k.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    v = memory.array(behind, tuple(value.shape), dtype)
+    v = memory.array(offset + aligned(k.nbytes), tuple(value.shape), dtype)
     as_torch(k).copy_(key.detach())
     as_torch(v).copy_(value.detach())
     return k, v
