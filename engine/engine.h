@@ -86,6 +86,8 @@ class Engine {
   virtual absl::StatusOr<Lease::Call> BeginCall(absl::string_view tenant, uint64_t sequence_id) = 0;
 
   static constexpr std::chrono::seconds kRoomWait{30};
+  // More would only wait for memory.
+  static constexpr uint32_t kAppendThreadsMax = 4;
   // Whether a step over this sequence may have to wait for the disk; false for unknown ones.
   virtual bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) = 0;
   // Whether a call that found no room may find room by waiting (AppendChunk, ObservedChunk:

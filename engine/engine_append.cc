@@ -31,20 +31,6 @@ absl::Status CheckChunkTensor(const char* name, const TensorView& tensor, DType 
                                                  ", ", heads, ", ", dim, "]"));
 }
 
-absl::Status CheckFinite(const char* name, float magnitude) {
-  if (std::isfinite(magnitude)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
-}
-
-// Finite, and within kValueMax.
-absl::Status CheckChunkValues(const AppendChunk& chunk, const ModelShape& shape) {
-  if (shape.latent) return CheckLatentValues(shape, chunk.k.data, chunk.tokens);
-  const float magnitude = Magnitude(shape.dtype, chunk.v.data, chunk.v.elements);
-  ATTND_RETURN_IF_ERROR(CheckFinite("v", magnitude));
-  return CheckValueMagnitude(magnitude);
-}
-
 // [kv_heads][head_dim] the greatest |q| of each channel, the mean over the heads of a group.
 std::vector<float> GroupMagnitudes(const ModelShape& shape, const ObservedLayer& observed) {
   const size_t dim = shape.head_dim;
@@ -90,13 +76,6 @@ absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint6
       ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
                                              shape.kv_heads, shape.value_dim));
     }
-    std::vector<float> key_magnitudes;
-    BlockMagnitudes(shape.dtype, chunk.k.data, chunk.first_position, chunk.tokens,
-                    uint64_t{shape.kv_heads} * shape.head_dim, &key_magnitudes);
-    for (const float magnitude : key_magnitudes) {
-      ATTND_RETURN_IF_ERROR(CheckFinite("k", magnitude));
-    }
-    ATTND_RETURN_IF_ERROR(CheckChunkValues(chunk, shape));
     NewTokens tokens;
     tokens.layer = chunk.layer;
     tokens.first_position = chunk.first_position;
@@ -104,7 +83,7 @@ absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint6
     tokens.keys = chunk.k.data;
     tokens.values = chunk.v.data;
     tokens.token_ids = chunk.token_ids;
-    tokens.key_magnitudes = key_magnitudes;
+    tokens.shared = chunk.shared;
     ATTND_ASSIGN_OR_RETURN(const uint64_t appended,
                            AppendWithRoom(writer, tokens, chunk, sequence.shared));
     if (chunk.layer == 0) ReportAppended(appended, /*prefill=*/true);
@@ -127,7 +106,7 @@ absl::StatusOr<uint64_t> EngineImpl::AppendWithRoom(WriterId writer, const NewTo
   }
   const auto append = [&] {
     return WithWhole(sequence.get(), chunk.cancelled, paged,
-                     [&] { return sequence->Append(writer, tokens); });
+                     [&] { return sequence->Append(writer, tokens, &append_workers_); });
   };
   const uint64_t most = options_.max_sequence_tokens;
   const bool fits = tokens.tokens <= most && tokens.first_position <= most - tokens.tokens;

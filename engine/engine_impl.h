@@ -23,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "attention/backend.h"
+#include "attention/cpu/worker_pool.h"
 #include "common/status.h"
 #include "engine/archive/archive.h"
 #include "engine/archive/pager.h"
@@ -228,6 +229,7 @@ class EngineImpl final : public Engine {
   LabelChannelStore label_channels_;
 
   // Thread-safe by themselves.
+  attention::WorkerPool append_workers_;  // write uploads to sequences' tails
   MemoryBudget budget_;
   StepGate gate_;
   SequenceTable sequences_;

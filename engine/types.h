@@ -98,6 +98,8 @@ struct AppendChunk {
   TensorView k;                         // [tokens, kv_heads, head_dim]
   TensorView v;                         // [tokens, kv_heads, value_dim]; none of a latent model
   std::span<const uint32_t> token_ids;  // none or [tokens]
+  // Whether others may write to k and v meanwhile: what is checked then is a copy.
+  bool shared = false;
   // Whether the call may wait for room in the memory budget, while segments are built and moved to
   // disk: up to Engine::kRoomWait.
   bool may_wait = false;

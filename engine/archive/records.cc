@@ -12,7 +12,6 @@
 #include "common/status.h"
 #include "engine/archive/archive.pb.h"
 #include "engine/models/safetensors_file.h"
-#include "engine/sequence/magnitude.h"
 
 namespace attnd::engine {
 namespace {
@@ -265,7 +264,6 @@ absl::Status AppendTail(const SegmentFileHeader& header, const std::byte* pages,
   std::vector<std::byte> keys(uint64_t{header.tokens} * shape.kv_heads * geometry.key_row_bytes);
   std::vector<std::byte> values(uint64_t{header.tokens} * shape.kv_heads *
                                 geometry.value_row_bytes);
-  std::vector<float> magnitudes;
   for (uint32_t layer = 0; layer < shape.layers && header.tokens > 0; ++layer) {
     for (uint64_t token = 0; token < header.tokens; ++token) {
       const uint64_t from = header.first_position + token - first;
@@ -279,16 +277,12 @@ absl::Status AppendTail(const SegmentFileHeader& header, const std::byte* pages,
                     geometry.value_row_bytes);
       }
     }
-    magnitudes.clear();
-    BlockMagnitudes(shape.dtype, keys.data(), header.first_position, header.tokens,
-                    uint64_t{shape.kv_heads} * shape.head_dim, &magnitudes);
     NewTokens tokens;
     tokens.layer = layer;
     tokens.first_position = header.first_position;
     tokens.tokens = header.tokens;
     tokens.keys = keys.data();
     tokens.values = values.data();
-    tokens.key_magnitudes = magnitudes;
     ATTND_RETURN_IF_ERROR(sequence->Append(kArchive, tokens).status());
   }
   ATTND_RETURN_IF_ERROR(sequence->AddTokenIds(token_ids));

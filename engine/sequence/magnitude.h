@@ -55,6 +55,13 @@ inline float Magnitude(DType dtype, const std::byte* source, size_t count) {
   return 0;
 }
 
+// InvalidArgument if the tensor `name`, of this magnitude, has a NaN or an infinity.
+inline absl::Status CheckFinite(absl::string_view name, float magnitude) {
+  if (std::isfinite(magnitude)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, " has a NaN or an infinity; allowed are finite numbers"));
+}
+
 // The greatest |v| that is accepted. The squares of all values that one KV head can have, 2^32
 // tokens of kHeadDimMax channels, then add up to less than the greatest float. So do the norms of
 // mean values that segments keep, and all sums of values in a softmax, as no weight is above 1.

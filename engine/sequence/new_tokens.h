@@ -4,6 +4,7 @@
 #ifndef ATTND_ENGINE_SEQUENCE_NEW_TOKENS_H_
 #define ATTND_ENGINE_SEQUENCE_NEW_TOKENS_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -15,7 +16,7 @@
 namespace attnd::engine {
 
 // New tokens of one layer: keys [tokens, kv_heads, head_dim] and values [tokens, kv_heads,
-// value_dim] in the model's dtype, checked by the caller; no values if the model is latent.
+// value_dim] in the model's dtype; no values if the model is latent.
 struct NewTokens {
   uint32_t layer = 0;
   uint64_t first_position = 0;
@@ -25,10 +26,17 @@ struct NewTokens {
   std::span<const uint32_t> token_ids;  // none or [tokens]
   // Whether a pass appends them, so that layer 0 must still have them when other layers get them.
   bool of_pass = false;
-  // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes).
+  // Whether others may write to the keys and values meanwhile.
+  bool shared = false;
+  // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes);
+  // none where nobody has looked at the keys yet.
   std::span<const float> key_magnitudes;
 
   uint64_t end_position() const { return first_position + tokens; }
+  // How many of the tokens, from the first on, lie before the position.
+  uint64_t PartBelow(uint64_t position) const {
+    return std::clamp(position, first_position, end_position()) - first_position;
+  }
 };
 
 // The rows of new tokens, by token and KV head. The tokens must outlive this object.

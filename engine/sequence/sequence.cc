@@ -4,10 +4,12 @@
 #include <glog/logging.h>
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
+#include "engine/sequence/token_parts.h"
 
 namespace attnd::engine {
 namespace {
@@ -42,6 +44,20 @@ float Greatest(std::span<const float> values) {
   float greatest = 0;
   for (const float value : values) greatest = std::max(greatest, value);
   return greatest;
+}
+
+// Looks at the tokens and writes them to the tail, which has blocks for them. key_magnitudes: of
+// each block that they touch.
+absl::Status WriteRun(const ModelShape& shape, const NewTokens& tokens, Tail* tail,
+                      float* key_magnitudes) {
+  TokenParts parts(shape, tokens);
+  while (!parts.done()) {
+    ATTND_ASSIGN_OR_RETURN(const NewTokens part, parts.Next());
+    tail->Write(part, 0);
+    key_magnitudes =
+        std::copy(part.key_magnitudes.begin(), part.key_magnitudes.end(), key_magnitudes);
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -88,11 +104,24 @@ absl::StatusOr<std::shared_ptr<Sequence>> Sequence::Create(uint64_t id, absl::st
 
 // ---- appending ----
 
-absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& tokens) {
+absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& tokens,
+                                          attention::WorkerPool* workers) {
   MutexLock lock(mutex_);
-  ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
+  ATTND_RETURN_IF_ERROR(CheckPlace(writer, tokens));
+  ATTND_RETURN_IF_ERROR(CheckRepeat(tokens));
+  // So that no bytes that others may write to are compared with what was given up, and left out.
+  if (layer_written_[tokens.layer] > layer_tokens_[tokens.layer]) {
+    ATTND_RETURN_IF_ERROR(ForgetGivenUp());
+  }
+  std::vector<float> key_magnitudes(Tail::BlocksOf(tokens.first_position, tokens.end_position()));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
-  const uint64_t appended = Take(writer, tokens, std::move(room));
+  if (absl::Status status = WriteNew(tokens, workers, key_magnitudes.data()); !status.ok()) {
+    DropUnwritten();
+    return status;
+  }
+  NewTokens written = tokens;
+  written.key_magnitudes = key_magnitudes;
+  const uint64_t appended = Take(writer, written, std::move(room));
   if (appended > 0) newest_step_ = kNoStep;  // an upload follows it: its reply has been seen
   return appended;
 }
@@ -101,31 +130,30 @@ absl::StatusOr<Snapshot> Sequence::AppendAndRead(WriterId writer, const NewToken
                                                  float query_magnitude) {
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckStepPosition(tokens.layer, tokens.first_position));
-  ATTND_RETURN_IF_ERROR(CheckAppend(writer, tokens));
+  ATTND_RETURN_IF_ERROR(CheckPlace(writer, tokens));
+  ATTND_RETURN_IF_ERROR(CheckRepeat(tokens));
   ATTND_RETURN_IF_ERROR(
       CheckLogits(tokens.layer, query_magnitude, Greatest(tokens.key_magnitudes)));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
   // A repeat of a step whose tokens an early segment has is answered from the tail.
   const bool in_tail = tokens.first_position >= early_.EndOr(tail_.begin());
   Snapshot snapshot{in_tail ? View() : HistoryView(), 0};
+  // What was given up there is equal: MakeRoom has forgotten it otherwise.
+  tail_.Write(tokens, tokens.PartBelow(layer_written_[tokens.layer]));
   snapshot.new_tokens = Take(writer, tokens, std::move(room));
   newest_step_ = tokens.first_position;
   return snapshot;
 }
 
-absl::Status Sequence::CheckAppend(WriterId writer, const NewTokens& tokens) {
-  const uint64_t length = layer_tokens_[tokens.layer];
+absl::Status Sequence::CheckPlace(WriterId writer, const NewTokens& tokens) const {
   ATTND_RETURN_IF_ERROR(CheckGap(tokens.layer, tokens.first_position));
   ATTND_RETURN_IF_ERROR(CheckLength(tokens.first_position, tokens.tokens));
-  const uint64_t end = tokens.first_position + tokens.tokens;
-  const uint64_t repeated = std::min(end, length) - tokens.first_position;
-  if (tokens.of_pass && tokens.layer > 0 && layer_tokens_[0] < end) {
+  if (tokens.of_pass && tokens.layer > 0 && layer_tokens_[0] < tokens.end_position()) {
     return absl::FailedPreconditionError(absl::StrCat(
         "the sequence was truncated while a pass appended to it; the position expected is ",
         CommittedTokens()));
   }
   ATTND_RETURN_IF_ERROR(CheckWriter(writer));
-  ATTND_RETURN_IF_ERROR(CheckRepeat(tokens, repeated));
   return token_ids_.Check(tokens.first_position, tokens.token_ids);
 }
 
@@ -164,21 +192,44 @@ absl::StatusOr<TokenIds::Room> Sequence::MakeRoom(const NewTokens& tokens) {
   return room;
 }
 
-// Gives how many tokens are new.
+// Looks at the tokens that the layer lacks, and writes them, which nobody reads before they are
+// taken. key_magnitudes: as NewTokens'; those of blocks that the layer has stay. As Engine::Append,
+// and ResourceExhausted if the system refuses memory.
+absl::Status Sequence::WriteNew(const NewTokens& tokens, attention::WorkerPool* workers,
+                                float* key_magnitudes) try {
+  const uint64_t begin = tokens.first_position + tokens.PartBelow(layer_tokens_[tokens.layer]);
+  const std::vector<NewTokens> runs =
+      RunsFrom(args_.shape, tokens, begin, workers == nullptr ? 1 : workers->threads());
+  std::vector<absl::Status> statuses(runs.size());
+  // The lock is this thread's, and held until all have ended.
+  const auto write = [&, &tail = tail_](size_t i) {
+    const uint64_t block = runs[i].first_position / kTailBlockTokens;
+    statuses[i] = WriteRun(args_.shape, runs[i], &tail,
+                           key_magnitudes + (block - tokens.first_position / kTailBlockTokens));
+  };
+  if (runs.size() > 1) {
+    workers->ForEach(runs.size(), write);
+  } else if (!runs.empty()) {
+    write(0);
+  }
+  for (const absl::Status& status : statuses) ATTND_RETURN_IF_ERROR(status);
+  return absl::OkStatus();
+} catch (const std::bad_alloc&) {
+  return absl::ResourceExhaustedError("the system refused memory");
+}
+
+// Of tokens that are written: the layer has them from here on. Gives how many of them are new.
 uint64_t Sequence::Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept {
   uint64_t& length = layer_tokens_[tokens.layer];
-  const uint64_t end = tokens.first_position + tokens.tokens;
-  const uint64_t repeated = std::min(end, length) - tokens.first_position;
+  const uint64_t end = tokens.end_position();
+  const uint64_t repeated = tokens.PartBelow(length);
   writer_ = writer;
   if (tokens.of_pass) {
     if (const auto pass = PassOf(writer); pass != passes_.end()) pass->appended = true;
   }
   Touch();
   token_ids_.Store(tokens.first_position, tokens.token_ids, std::move(room));
-  uint64_t& written = layer_written_[tokens.layer];
-  // What was given up there is equal: MakeRoom has forgotten it otherwise.
-  tail_.Write(tokens, std::min(end, written) - tokens.first_position);
-  written = std::max(written, end);
+  layer_written_[tokens.layer] = std::max(layer_written_[tokens.layer], end);
   float& bound = key_bounds_[tokens.layer];
   bound = std::max(bound, tail_.RaiseKeyBounds(tokens, repeated));
   length = std::max(length, end);
@@ -217,9 +268,9 @@ void Sequence::ReleaseWriter(WriterId writer) {
   if (writer_ == writer) writer_.reset();
 }
 
-// The first `repeated` tokens are already here: they must be equal.
-absl::Status Sequence::CheckRepeat(const NewTokens& tokens, uint64_t repeated) {
-  const uint64_t end = tokens.first_position + repeated;
+// Tokens that are already here must be equal.
+absl::Status Sequence::CheckRepeat(const NewTokens& tokens) const {
+  const uint64_t end = tokens.first_position + tokens.PartBelow(layer_tokens_[tokens.layer]);
   const uint64_t in_tail = std::clamp(tail_.begin(), tokens.first_position, end);
   ATTND_RETURN_IF_ERROR(CheckWhole(tokens.first_position, in_tail));
   if (SegmentsHold(tokens, in_tail) && tail_.Holds(tokens, in_tail, end)) return absl::OkStatus();

@@ -21,6 +21,7 @@
 #include "absl/strings/string_view.h"
 #include "attention/backend.h"
 #include "attention/cpu/observation.h"
+#include "attention/cpu/worker_pool.h"
 #include "attention/policy_state/policy_state.h"
 #include "common/mutex.h"
 #include "engine/memory_budget.h"
@@ -140,13 +141,15 @@ class Sequence {
   }
   // NOLINTEND(bugprone-unchecked-optional-access)
 
-  // Appends tokens, or recognises them as a repeat; returns how many tokens are new. Errors as for
-  // Engine::Append; the state is then unchanged.
-  absl::StatusOr<uint64_t> Append(WriterId writer, const NewTokens& tokens);
-  // Appends tokens and returns what a step over them reads, atomically: no truncation and no new
-  // segment comes in between. FailedPrecondition for a repeat of tokens that a segment covers;
-  // OutOfRange, with nothing appended, if queries of this magnitude could have logits beyond
-  // kLogitMax.
+  // Appends tokens of an upload, or recognises them as a repeat; returns how many tokens are new.
+  // Looks at their keys and values itself, on the workers' threads if the tokens are many; null: on
+  // this one. Errors as for Engine::Append; the state is then unchanged.
+  absl::StatusOr<uint64_t> Append(WriterId writer, const NewTokens& tokens,
+                                  attention::WorkerPool* workers = nullptr);
+  // Appends tokens, whose keys and values the caller has looked at, and returns what a step over
+  // them reads, atomically: no truncation and no new segment comes in between. FailedPrecondition
+  // for a repeat of tokens that a segment covers; OutOfRange, with nothing appended, if queries of
+  // this magnitude could have logits beyond kLogitMax.
   absl::StatusOr<Snapshot> AppendAndRead(WriterId writer, const NewTokens& tokens,
                                          float query_magnitude);
   // Declares a pass, which appends tokens to every layer by AppendAndRead (NewTokens::of_pass):
@@ -307,7 +310,8 @@ class Sequence {
   }
   // The position up to which segments may reach: outside the window, and before the newest step.
   uint64_t SegmentsEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckAppend(WriterId writer, const NewTokens& tokens)
+  // What can be said of new tokens without their keys and values.
+  absl::Status CheckPlace(WriterId writer, const NewTokens& tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // FailedPrecondition, naming the position expected: of a step that a segment covers, and of
   // tokens that would leave a gap. ResourceExhausted beyond max_tokens_.
@@ -321,10 +325,14 @@ class Sequence {
   bool NothingIsAt(uint32_t layer, uint64_t position) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The end of the positions that passes have room for; 0 without passes.
   uint64_t PassesEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Drops the tail's blocks that no layer has come to, and no pass has room in.
+  void DropUnwritten() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Replaces the tail's blocks in which passes wrote tokens and gave them up. ResourceExhausted.
   absl::Status ForgetGivenUp() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<TokenIds::Room> MakeRoom(const NewTokens& tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status WriteNew(const NewTokens& tokens, attention::WorkerPool* workers,
+                        float* key_magnitudes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   uint64_t Take(WriterId writer, const NewTokens& tokens, TokenIds::Room room) noexcept
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status HoldBooks(size_t blocks, size_t segments) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -338,8 +346,7 @@ class Sequence {
   absl::Status CheckWhole(uint64_t begin, uint64_t end) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckAligned() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckWriter(WriterId writer) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  absl::Status CheckRepeat(const NewTokens& tokens, uint64_t repeated)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckRepeat(const NewTokens& tokens) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status GrowTail(uint64_t end) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool SegmentsHold(const NewTokens& tokens, uint64_t end) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -75,10 +75,15 @@ void Sequence::GiveUpPass(WriterId writer) {
     token_ids_.Truncate(*std::max_element(layer_tokens_.begin(), layer_tokens_.end()));
     if (newest_step_ != kNoStep) newest_step_ = std::min(newest_step_, CommittedTokens());
   }
-  // Blocks that no layer has come to, and no other pass has reserved.
-  const uint64_t written = *std::max_element(layer_written_.begin(), layer_written_.end());
-  if (tail_.DropFrom(std::max(written, PassesEnd()))) view_.reset();
+  DropUnwritten();
   CheckInvariants();
+}
+
+void Sequence::DropUnwritten() {
+  const uint64_t written = *std::max_element(layer_written_.begin(), layer_written_.end());
+  if (!tail_.DropFrom(std::max(written, PassesEnd()))) return;
+  view_.reset();
+  HoldBooks(tail_.blocks().size(), segments_.size()).IgnoreError();  // fewer: it does not fail
 }
 
 std::vector<Sequence::DeclaredPass>::iterator Sequence::PassOf(WriterId writer) {

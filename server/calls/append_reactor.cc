@@ -110,7 +110,7 @@ void AppendReactor::TakeMessage() {
     if (handlers_->room_waits->Enqueue(this)) return;
   }
   waits_for_room_ = false;
-  copy_.Release(handlers_->trimmer);
+  memory_.Release();
   if (full) {
     const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
     handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
@@ -156,7 +156,7 @@ absl::Status AppendReactor::AppendChunk() {
   ATTND_ASSIGN_OR_RETURN(engine::AppendChunk chunk, FromProto(request_));
   if (request_.has_memory()) {
     if (cancelled_.load()) return ClientGone();  // it may write something else there by now
-    ATTND_RETURN_IF_ERROR(copy_.Take(request_.memory(), tenant_, *handlers_, &chunk));
+    ATTND_RETURN_IF_ERROR(memory_.Hold(request_.memory(), tenant_, *handlers_, &chunk));
   }
   chunk.may_wait = waits_for_room_;
   chunk.cancelled = &cancelled_;

@@ -36,8 +36,9 @@ ABSL_FLAG(uint32_t, step_threads, Defaults().step_threads,
 ABSL_FLAG(uint32_t, step_workers, Defaults().step_workers, "steps answered at the same time");
 ABSL_FLAG(uint32_t, max_queued_steps, Defaults().max_queued_steps,
           "steps that may wait for a worker");
-ABSL_FLAG(uint32_t, index_threads, Defaults().index_threads,
-          "threads that segment a finished prompt; 0: all cores");
+ABSL_FLAG(
+    uint32_t, index_threads, Defaults().index_threads,
+    "threads that segment a finished prompt, and up to 4 that write it to memory; 0: all cores");
 ABSL_FLAG(uint32_t, max_sequences, Defaults().max_sequences, "open sequences");
 ABSL_FLAG(uint64_t, max_sequence_tokens, Defaults().max_sequence_tokens, "tokens of a sequence");
 ABSL_FLAG(uint32_t, max_streams, Defaults().max_streams, "open Decode and AppendKv streams");
