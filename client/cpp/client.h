@@ -65,8 +65,8 @@ struct ClientRegion;
 struct AppendOptions {
   // Says that every layer is there: the server segments the prompt before it answers.
   bool prefill_complete = true;
-  // A message holds about so many bytes of keys and values, at least one token; below the server's
-  // max_message_bytes.
+  // A message stands for about so many bytes of keys and values, at least one token; below the
+  // server's max_message_bytes. With `memory` 32 MiB are faster.
   uint64_t chunk_bytes = uint64_t{4} << 20;
   // Limit of the whole upload, segmenting included.
   std::chrono::milliseconds timeout{600'000};

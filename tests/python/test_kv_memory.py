@@ -72,6 +72,18 @@ def test_messages_have_no_data(client):
         assert list(message.token_ids) == list(range(start, start + message.k.shape[0]))
 
 
+def test_messages_without_data_stand_for_more(client):
+    """Each costs a call's way to a thread and back, however little it carries."""
+    with client.kv_memory(8 << 20) as memory:
+        k, v = (memory.array(at << 20, (4096, 8, 32), "fp32") for at in (0, 4))
+        chunk = attnd.KvChunk(0, 0, k, v)
+        counts = [
+            len(list(requests.append_requests(9, [chunk], False, None, most, where)))
+            for most, where in ((64 << 20, None), (64 << 20, memory), (5 << 20, memory))
+        ]
+    assert counts == [3, 1, 2]
+
+
 def test_arrays_of_other_memory_are_refused(client):
     case = Case.random(64)
     shape = case.k[0].shape

@@ -20,7 +20,7 @@ from attnd.v1 import attnd_pb2, types_pb2
 _MESSAGE_OVERHEAD_BYTES = 4096
 # A token id as a varint is at most this long.
 _TOKEN_ID_BYTES = 5
-# Larger chunks gain nothing and hold up other streams.
+# Of a message with data: larger ones gain nothing and hold up other streams.
 _CHUNK_BYTES_MAX = 4 << 20
 
 
@@ -190,7 +190,11 @@ def append_requests(
             of 64 bytes; or if an array is not of the memory.
     """
     for chunk in chunks:
-        for part in _split(chunk, max_message_bytes, 1 if memory is None else _unit_of(chunk)):
+        if memory is None:
+            parts = _split(chunk, max_message_bytes, min(max_message_bytes, _CHUNK_BYTES_MAX), 1)
+        else:
+            parts = _split(chunk, max_message_bytes, max_message_bytes, _unit_of(chunk))
+        for part in parts:
             yield attnd_pb2.AppendKvRequest(
                 sequence_id=sequence_id,
                 layer=part.layer,
@@ -218,11 +222,18 @@ def _unit_of(chunk: KvChunk) -> int:
     return math.lcm(*(ALIGNMENT_BYTES // math.gcd(size, ALIGNMENT_BYTES) for size in sizes))
 
 
-def _split(chunk: KvChunk, max_message_bytes: int, unit: int) -> Iterator[KvChunk]:
-    """unit: of how many tokens each part but the last has a multiple."""
+def _split(
+    chunk: KvChunk, max_message_bytes: int, part_bytes: int, unit: int
+) -> Iterator[KvChunk]:
+    """Parts of a chunk.
+
+    Args:
+        part_bytes: of a part, if it has several tokens.
+        unit: of how many tokens each part but the last has a multiple.
+    """
     v_bytes = 0 if chunk.v is None else chunk.v[0].nbytes
     token_bytes = chunk.k[0].nbytes + v_bytes + _TOKEN_ID_BYTES
-    room = min(max_message_bytes, _CHUNK_BYTES_MAX) - _MESSAGE_OVERHEAD_BYTES
+    room = part_bytes - _MESSAGE_OVERHEAD_BYTES
     if max_message_bytes - _MESSAGE_OVERHEAD_BYTES < token_bytes:
         raise ValueError(
             f"one token of {token_bytes} bytes exceeds messages of {max_message_bytes} bytes"
