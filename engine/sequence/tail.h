@@ -27,10 +27,11 @@ namespace attnd::engine {
 //
 // Blocks are shared: views hold them, and a fork's tail holds the blocks that neither history
 // writes to again. So a position is written once, by the sequence whose tail made the block. A
-// position that a pass gave up is written again only in another block (Without).
+// position that a pass gave up is written again only in another block (Without); one behind which
+// no length ever was, as an upload was refused, is written over.
 //
-// Thread-safety: none; the sequence's lock guards it. Readers of a block read only positions below
-// the length that they were given.
+// Thread-safety: none; the sequence's lock guards it. Several threads may Write side by side to
+// different blocks. Readers of a block read only positions below the length that they were given.
 //
 // Invariants: block i holds positions [64 (b + i), 64 (b + i + 1)), b = begin() / 64; there is a
 // bound for each block and layer.
