@@ -8,12 +8,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/checked_math.h"
 #include "engine/engine_impl.h"
 #include "engine/sequence/latent_values.h"
 #include "engine/sequence/magnitude.h"
 #include "engine/sequence/prompt_observer.h"
+#include "engine/sequence/token_parts.h"
 
 namespace attnd::engine {
 namespace {
@@ -83,16 +85,29 @@ absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint6
     tokens.keys = chunk.k.data;
     tokens.values = chunk.v.data;
     tokens.token_ids = chunk.token_ids;
-    tokens.shared = chunk.shared;
-    ATTND_ASSIGN_OR_RETURN(const uint64_t appended,
-                           AppendWithRoom(writer, tokens, chunk, sequence.shared));
-    if (chunk.layer == 0) ReportAppended(appended, /*prefill=*/true);
+    tokens.kept = chunk.kept;
+    const auto appended = AppendWithRoom(writer, tokens, chunk, sequence.shared);
+    if (absl::IsResourceExhausted(appended.status())) {
+      // Nobody shall make room for tokens that would be refused then.
+      ATTND_RETURN_IF_ERROR(CheckTokens(shape, tokens));
+    }
+    ATTND_RETURN_IF_ERROR(appended.status());
+    if (chunk.layer == 0) ReportAppended(*appended, /*prefill=*/true);
     const bool committed = chunk.layer + 1 == shape.layers;
     if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) {
       segmenter_.OnGrown(sequence.shared);
     }
     return absl::OkStatus();
   });
+}
+
+// A pool that has no thread free would keep its caller waiting, with the sequence's lock: while an
+// upload has it, others are written by the threads that they came on.
+absl::StatusOr<uint64_t> EngineImpl::AppendWithWorkers(WriterId writer, const NewTokens& tokens,
+                                                       Sequence* sequence) {
+  if (append_workers_busy_.exchange(true)) return sequence->Append(writer, tokens);
+  const absl::Cleanup free = [this] { append_workers_busy_.store(false); };
+  return sequence->Append(writer, tokens, &append_workers_);
 }
 
 absl::StatusOr<uint64_t> EngineImpl::AppendWithRoom(WriterId writer, const NewTokens& tokens,
@@ -106,7 +121,7 @@ absl::StatusOr<uint64_t> EngineImpl::AppendWithRoom(WriterId writer, const NewTo
   }
   const auto append = [&] {
     return WithWhole(sequence.get(), chunk.cancelled, paged,
-                     [&] { return sequence->Append(writer, tokens, &append_workers_); });
+                     [&] { return AppendWithWorkers(writer, tokens, sequence.get()); });
   };
   const uint64_t most = options_.max_sequence_tokens;
   const bool fits = tokens.tokens <= most && tokens.first_position <= most - tokens.tokens;

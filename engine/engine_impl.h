@@ -141,6 +141,8 @@ class EngineImpl final : public Engine {
 
   // Prefills (engine_append.cc).
 
+  absl::StatusOr<uint64_t> AppendWithWorkers(WriterId writer, const NewTokens& tokens,
+                                             Sequence* sequence);
   absl::StatusOr<uint64_t> AppendWithRoom(WriterId writer, const NewTokens& tokens,
                                           const AppendChunk& chunk,
                                           const std::shared_ptr<Sequence>& sequence);
@@ -229,7 +231,8 @@ class EngineImpl final : public Engine {
   LabelChannelStore label_channels_;
 
   // Thread-safe by themselves.
-  attention::WorkerPool append_workers_;  // write uploads to sequences' tails
+  attention::WorkerPool append_workers_;          // write an upload to its sequence's tail
+  std::atomic<bool> append_workers_busy_{false};  // one upload at a time
   MemoryBudget budget_;
   StepGate gate_;
   SequenceTable sequences_;

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -98,8 +99,9 @@ struct AppendChunk {
   TensorView k;                         // [tokens, kv_heads, head_dim]
   TensorView v;                         // [tokens, kv_heads, value_dim]; none of a latent model
   std::span<const uint32_t> token_ids;  // none or [tokens]
-  // Whether others may write to k and v meanwhile: what is checked then is a copy.
-  bool shared = false;
+  // Set if others may write to k and v: then a copy is checked and appended, and this asked, once
+  // it is made, whether they have been kept as they were (Cancelled if not). Null: nobody may.
+  const std::function<bool()>* kept = nullptr;
   // Whether the call may wait for room in the memory budget, while segments are built and moved to
   // disk: up to Engine::kRoomWait.
   bool may_wait = false;

@@ -20,6 +20,8 @@ RegionUse& RegionUse::operator=(RegionUse&& other) noexcept {
   return *this;
 }
 
+bool RegionUse::registered() const { return table_->IsRegistered(id_); }
+
 RegionTable::~RegionTable() {
   const MutexLock lock(mutex_);
   for (const auto& [id, entry] : entries_) CHECK(!entry.in_use) << "a use outlives its region";
@@ -190,6 +192,12 @@ absl::StatusOr<RegionUse> RegionTable::Use(absl::string_view field, absl::string
                    {.region = memory.region.get(),
                     .device_sees = memory.device_view != nullptr,
                     .twin = memory.twin.data});
+}
+
+bool RegionTable::IsRegistered(uint64_t id) const {
+  const MutexLock lock(mutex_);
+  const auto found = entries_.find(id);
+  return found != entries_.end() && !found->second.gone;
 }
 
 void RegionTable::EndUse(uint64_t id) {

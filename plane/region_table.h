@@ -72,6 +72,8 @@ class RegionUse {
   std::byte* data() const { return view_.region->data(); }
   uint64_t bytes() const { return view_.region->bytes(); }
   bool device_sees() const { return view_.device_sees; }
+  // Whether the region has not been unregistered.
+  bool registered() const;
   // Where a device that sees the region has its twin; null: there is none.
   std::byte* twin() const { return view_.twin; }
 
@@ -170,6 +172,7 @@ class RegionTable {
   // Takes the region out of the table, or marks it; what is to be unmapped goes to `unmapped`.
   void RemoveLocked(uint64_t id, std::vector<Mapped>* unmapped)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsRegistered(uint64_t id) const;
   void EndUse(uint64_t id);
 
   const RegionLimits limits_;

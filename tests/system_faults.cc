@@ -82,10 +82,17 @@ void operator delete[](void* memory, std::align_val_t, const std::nothrow_t&) no
   std::free(memory);
 }
 
+// A sanitizer's own, which must know of each thread that is joined; null without one.
+extern "C" [[gnu::weak]] int SanitizersPthreadCreate(pthread_t*, const pthread_attr_t*,
+                                                     void* (*)(void*),
+                                                     void*) asm("__interceptor_pthread_create");
+
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
   using Create = int (*)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
-  static const auto create = reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
+  static const auto create = &SanitizersPthreadCreate != nullptr
+                                 ? &SanitizersPthreadCreate
+                                 : reinterpret_cast<Create>(dlsym(RTLD_NEXT, "pthread_create"));
   if (threads_counted.load(std::memory_order_relaxed) && threads_allowed.fetch_sub(1) <= 0) {
     threads_refused.fetch_add(1);
     return EAGAIN;

@@ -283,7 +283,11 @@ absl::Status AppendTail(const SegmentFileHeader& header, const std::byte* pages,
     tokens.tokens = header.tokens;
     tokens.keys = keys.data();
     tokens.values = values.data();
-    ATTND_RETURN_IF_ERROR(sequence->Append(kArchive, tokens).status());
+    const auto appended = sequence->Append(kArchive, tokens);
+    if (absl::IsInvalidArgument(appended.status())) {  // of numbers that no upload could have had
+      return absl::DataLossError(absl::StrCat("a sealed tail: ", appended.status().message()));
+    }
+    ATTND_RETURN_IF_ERROR(appended.status());
   }
   ATTND_RETURN_IF_ERROR(sequence->AddTokenIds(token_ids));
   sequence->ReleaseWriter(kArchive);

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <span>
 
 #include "attention/segment/pages.h"
@@ -26,8 +27,7 @@ struct NewTokens {
   std::span<const uint32_t> token_ids;  // none or [tokens]
   // Whether a pass appends them, so that layer 0 must still have them when other layers get them.
   bool of_pass = false;
-  // Whether others may write to the keys and values meanwhile.
-  bool shared = false;
+  const std::function<bool()>* kept = nullptr;  // AppendChunk::kept
   // Greatest absolute value of the keys in each tail block that the tokens touch (BlockMagnitudes);
   // none where nobody has looked at the keys yet.
   std::span<const float> key_magnitudes;

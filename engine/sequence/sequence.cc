@@ -109,13 +109,18 @@ absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& toke
   MutexLock lock(mutex_);
   ATTND_RETURN_IF_ERROR(CheckPlace(writer, tokens));
   ATTND_RETURN_IF_ERROR(CheckRepeat(tokens));
-  // So that no bytes that others may write to are compared with what was given up, and left out.
-  if (layer_written_[tokens.layer] > layer_tokens_[tokens.layer]) {
+  // What was given up has readers, and is not compared with bytes that others may write to.
+  const uint64_t length = layer_tokens_[tokens.layer];
+  if (tokens.end_position() > length && layer_written_[tokens.layer] > length) {
     ATTND_RETURN_IF_ERROR(ForgetGivenUp());
   }
   std::vector<float> key_magnitudes(Tail::BlocksOf(tokens.first_position, tokens.end_position()));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
-  if (absl::Status status = WriteNew(tokens, workers, key_magnitudes.data()); !status.ok()) {
+  absl::Status status = WriteNew(tokens, workers, key_magnitudes.data());
+  if (status.ok() && tokens.kept != nullptr && !(*tokens.kept)()) {
+    status = absl::CancelledError("the tokens' memory was given back before they were taken");
+  }
+  if (!status.ok()) {
     DropUnwritten();
     return status;
   }

@@ -103,8 +103,8 @@ struct RestoredSegments {
 // forks and the archive. A view holds everything that a step reads, for as long as the step lives.
 //
 // Thread-safety: all methods may be called from any thread. A tail block is written only by the
-// sequence that made it, each position once, under the lock, before the length that covers it is
-// published: a view may be read without the lock.
+// sequence that made it, under the lock, at positions that no length has covered so far: a view may
+// be read without the lock.
 //
 // Invariants (CheckInvariants): segments are contiguous from position 0 on, have the sequence's
 // shape and indexes, and end where the tail begins; every layer has at least as many tokens as

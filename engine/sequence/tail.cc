@@ -131,12 +131,12 @@ void Tail::DropBefore(uint64_t begin) {
 }
 
 bool Tail::DropFrom(uint64_t position) noexcept {
-  const uint64_t first = begin_ / kTailBlockTokens;
-  const uint64_t end = (std::max(position, begin_) + kTailBlockTokens - 1) / kTailBlockTokens;
-  const size_t kept = end <= first ? 0 : end - first;
+  const size_t kept = BlocksOf(begin_, position);
   if (kept >= blocks_.size()) return false;
   blocks_.resize(kept);
   key_bounds_.resize(kept * shape_.layers);
+  blocks_.shrink_to_fit();
+  key_bounds_.shrink_to_fit();
   return true;
 }
 

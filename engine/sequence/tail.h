@@ -84,7 +84,8 @@ class Tail {
   // throw.
   void DropBefore(uint64_t begin);
 
-  // Drops the blocks that hold only positions from `position` on; whether there were any.
+  // Drops the blocks that hold only positions from `position` on; whether there were any. Lists
+  // have room for what is left alone.
   bool DropFrom(uint64_t position) noexcept;
 
   // A tail with positions [begin, length) of a history that consists of `segments` and this tail.

@@ -49,7 +49,7 @@ uint64_t TokenParts::PartTokens(const ModelShape& shape) {
 
 TokenParts::TokenParts(const ModelShape& shape, const NewTokens& tokens)
     : shape_(shape), tokens_(tokens), part_tokens_(PartTokens(shape)) {
-  if (!tokens.shared) return;
+  if (tokens.kept == nullptr) return;
   const uint64_t most = std::min(tokens.tokens, part_tokens_);
   copy_ = std::make_unique_for_overwrite<std::byte[]>(most * (KeyBytes(shape) + ValueBytes(shape)));
 }
@@ -59,7 +59,7 @@ absl::StatusOr<NewTokens> TokenParts::Next() {
   // Up to the end of a tail block.
   const uint64_t count = std::min(tokens_.tokens - taken_, part_tokens_ - begin % kTailBlockTokens);
   NewTokens part = Slice(shape_, tokens_, taken_, count);
-  if (part.shared) Copy(&part);
+  if (part.kept != nullptr) Copy(&part);
   key_magnitudes_.clear();
   BlockMagnitudes(shape_.dtype, part.keys, begin, count,
                   uint64_t{shape_.kv_heads} * shape_.head_dim, &key_magnitudes_);
@@ -80,7 +80,7 @@ void TokenParts::Copy(NewTokens* part) const {
     std::memcpy(copy_.get() + key_bytes, part->values, part->tokens * ValueBytes(shape_));
     part->values = copy_.get() + key_bytes;
   }
-  part->shared = false;
+  part->kept = nullptr;
 }
 
 absl::Status TokenParts::CheckValues(const NewTokens& part) const {
@@ -89,6 +89,12 @@ absl::Status TokenParts::CheckValues(const NewTokens& part) const {
       Magnitude(shape_.dtype, part.values, part.tokens * shape_.kv_heads * shape_.value_dim);
   ATTND_RETURN_IF_ERROR(CheckFinite("v", magnitude));
   return CheckValueMagnitude(magnitude);
+}
+
+absl::Status CheckTokens(const ModelShape& shape, const NewTokens& tokens) {
+  TokenParts parts(shape, tokens);
+  while (!parts.done()) ATTND_RETURN_IF_ERROR(parts.Next().status());
+  return absl::OkStatus();
 }
 
 std::vector<NewTokens> RunsFrom(const ModelShape& shape, const NewTokens& tokens, uint64_t begin,

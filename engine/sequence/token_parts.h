@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/model_shape.h"
 #include "engine/sequence/new_tokens.h"
@@ -17,7 +18,7 @@ namespace attnd::engine {
 
 // A part is small enough to stay in a processor's cache between the check and whatever its caller
 // does with it, so that an upload's keys and values are read from memory once. Tokens that others
-// may write to meanwhile (NewTokens::shared) are copied first: what is checked is what a part has.
+// may write to meanwhile (NewTokens::kept) are copied first: what is checked is what a part has.
 //
 // Parts come in order and have whole tail blocks, but for the first block and the last.
 class TokenParts {
@@ -29,7 +30,7 @@ class TokenParts {
   TokenParts(const ModelShape& shape, const NewTokens& tokens);
 
   bool done() const { return taken_ == tokens_.tokens; }
-  // The next part, valid until the next call. It has no token ids, and is not shared.
+  // The next part, valid until the next call. It has no token ids, and nobody writes to it.
   // InvalidArgument, naming k or v: a NaN, an infinity, |v| beyond kValueMax.
   absl::StatusOr<NewTokens> Next();
 
@@ -41,9 +42,12 @@ class TokenParts {
   const NewTokens tokens_;
   const uint64_t part_tokens_;
   uint64_t taken_ = 0;
-  std::unique_ptr<std::byte[]> copy_;  // of a part's keys, and values behind them; null: not shared
+  std::unique_ptr<std::byte[]> copy_;  // of a part's keys, and values behind them; null: none
   std::vector<float> key_magnitudes_;  // of the part
 };
+
+// What TokenParts::Next says of the first part that it refuses.
+absl::Status CheckTokens(const ModelShape& shape, const NewTokens& tokens);
 
 // The tokens from position `begin` on, which is not before their first, as runs of about equal
 // length for threads to take side by side: at most runs_max, which is at least 1. Runs end where

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "server/calls/append_reactor.h"
 
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "common/status.h"
 #include "glog/logging.h"
+#include "server/calls/chunk_memory.h"
 #include "server/calls/step_conversions.h"
 #include "server/calls/wire_check.h"
 
@@ -110,7 +112,6 @@ void AppendReactor::TakeMessage() {
     if (handlers_->room_waits->Enqueue(this)) return;
   }
   waits_for_room_ = false;
-  memory_.Release();
   if (full) {
     const uint64_t tokens = request_.k().shape_size() > 0 ? request_.k().shape(0) : 0;
     handlers_->metrics->OnRejected(TokensRejection(request_.first_position(), tokens,
@@ -154,9 +155,12 @@ absl::Status AppendReactor::Observe() {
 
 absl::Status AppendReactor::AppendChunk() {
   ATTND_ASSIGN_OR_RETURN(engine::AppendChunk chunk, FromProto(request_));
+  plane::RegionUse region;  // not while the chunk waits to be tried again
+  // A client that has gone, or has given the region back, may write something else there.
+  const std::function<bool()> kept = [&] { return !cancelled_.load() && region.registered(); };
   if (request_.has_memory()) {
-    if (cancelled_.load()) return ClientGone();  // it may write something else there by now
-    ATTND_RETURN_IF_ERROR(memory_.Hold(request_.memory(), tenant_, *handlers_, &chunk));
+    ATTND_ASSIGN_OR_RETURN(region, PlaceChunk(request_.memory(), tenant_, *handlers_, &chunk));
+    chunk.kept = &kept;
   }
   chunk.may_wait = waits_for_room_;
   chunk.cancelled = &cancelled_;

@@ -15,7 +15,6 @@
 #include "common/mutex.h"
 #include "grpcpp/server_context.h"
 #include "grpcpp/support/server_callback.h"
-#include "server/calls/chunk_memory.h"
 #include "server/calls/handler.h"
 
 namespace attnd::server {
@@ -93,7 +92,6 @@ class AppendReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   // Belong to gRPC while reading, to the work otherwise.
   grpc::ByteBuffer bytes_;  // of a message that has not been parsed
   v1::AppendKvRequest request_;
-  ChunkMemory memory_;   // of a chunk that has some
   bool parsed_ = false;  // request_ is the message
   uint64_t messages_ = 0;
   uint64_t sequence_id_ = 0;

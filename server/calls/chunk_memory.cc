@@ -10,8 +10,9 @@
 
 namespace attnd::server {
 
-absl::Status ChunkMemory::Hold(const v1::KvMemory& proto, absl::string_view tenant,
-                               const HandlerContext& handlers, engine::AppendChunk* chunk) {
+absl::StatusOr<plane::RegionUse> PlaceChunk(const v1::KvMemory& proto, absl::string_view tenant,
+                                            const HandlerContext& handlers,
+                                            engine::AppendChunk* chunk) {
   if (handlers.memory == nullptr) {
     return absl::FailedPreconditionError(
         "memory: the server was started without --allow-client-memory");
@@ -22,19 +23,18 @@ absl::Status ChunkMemory::Hold(const v1::KvMemory& proto, absl::string_view tena
     return Invalid("k", " and v have more bytes than a message may have; allowed are ", bytes_max,
                    " (max_message_bytes)");
   }
-  if (!region_.has_value()) {
-    ATTND_ASSIGN_OR_RETURN(
-        region_, handlers.memory->regions()->Use("memory.region_id", tenant, proto.region_id()));
+  ATTND_ASSIGN_OR_RETURN(
+      plane::RegionUse region,
+      handlers.memory->regions()->Use("memory.region_id", tenant, proto.region_id()));
+  ATTND_RETURN_IF_ERROR(
+      plane::CheckPlace("memory.k_offset", proto.k_offset(), k_bytes, region.bytes()));
+  chunk->k.data = region.data() + proto.k_offset();
+  if (v_bytes > 0) {
+    ATTND_RETURN_IF_ERROR(
+        plane::CheckPlace("memory.v_offset", proto.v_offset(), v_bytes, region.bytes()));
+    chunk->v.data = region.data() + proto.v_offset();
   }
-  ATTND_RETURN_IF_ERROR(
-      plane::CheckPlace("memory.k_offset", proto.k_offset(), k_bytes, region_->bytes()));
-  chunk->k.data = region_->data() + proto.k_offset();
-  chunk->shared = true;
-  if (v_bytes == 0) return absl::OkStatus();
-  ATTND_RETURN_IF_ERROR(
-      plane::CheckPlace("memory.v_offset", proto.v_offset(), v_bytes, region_->bytes()));
-  chunk->v.data = region_->data() + proto.v_offset();
-  return absl::OkStatus();
+  return region;
 }
 
 }  // namespace attnd::server

@@ -201,7 +201,7 @@ TEST_F(Twins, SomeCannotHaveOne) {
     return std::string(status.message());
   };
   EXPECT_THAT(why(&table_, "another"), HasSubstr("another one"));
-  const auto table_with = [this](uint64_t bytes, const RegionDevice& device) {
+  const auto table_with = [](uint64_t bytes, const RegionDevice& device) {
     return std::make_unique<RegionTable>(RegionLimits{.bytes_max = 1 << 20,
                                                       .twin_bytes_max = bytes,
                                                       .regions_max = 1,

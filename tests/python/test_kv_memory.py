@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import numpy as np
 import pytest
 
 import attnd
+import attnd.aio
 from attnd import requests
+from attnd.memory_socket import MemorySocket
 from cases import Case
 from memory_fixtures import connected, target  # noqa: F401
 
@@ -149,3 +154,56 @@ def test_units_that_no_message_has_room_for(client):
             list(requests.append_requests(9, [chunk], False, None, 1 << 16, memory))
         messages = requests.append_requests(9, [chunk], False, None, 1 << 17, memory)
         assert [message.k.shape[0] for message in messages] == [32, 32]
+
+
+def test_the_asyncio_client(target):  # noqa: F811
+    asyncio.run(_uploaded_by_asyncio(target))
+
+
+async def _uploaded_by_asyncio(target):  # noqa: F811
+    case = Case.random(TOKENS)
+    async with attnd.aio.Client(target) as client:
+        sequence = (await client.open_sequence(case.model, policy="dense")).sequence_id
+        with await client.kv_memory(1 << 20) as memory:
+            for layer in range(2):
+                k, v = in_memory(memory, case.k[layer], 0), in_memory(memory, case.v[layer], 1 << 19)
+                await client.append_kv(sequence, [attnd.KvChunk(layer, 0, k, v)], memory=memory)
+            assert not memory.ended()
+            with pytest.raises(attnd.AlreadyExistsError):
+                k += 1
+                await client.append_kv(sequence, [attnd.KvChunk(1, 0, k, v)], memory=memory)
+            assert memory.ended()
+        await client.append_kv(sequence, attnd.layer_chunks(case.layers(slice(0, TOKENS))))
+        await client.close_sequence(sequence)
+
+
+def test_an_asyncio_client_that_waits_no_longer(target, monkeypatch):  # noqa: F811
+    """A memory that comes then is closed."""
+    made, may_come = [], threading.Event()
+    register = MemorySocket.register
+
+    def late(socket, *args, **options):
+        made.append(socket)
+        assert may_come.wait(10)
+        return register(socket, *args, **options)
+
+    monkeypatch.setattr(MemorySocket, "register", late)
+
+    async def give_up():
+        async with attnd.aio.Client(target) as client:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.kv_memory(1 << 18), 0.05)
+            may_come.set()
+            while not made[0].ended():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(give_up())
+
+
+def test_an_asyncio_client_is_told_what_a_memory_may_have(target):  # noqa: F811
+    async def ask():
+        async with attnd.aio.Client(target) as client:
+            await client.kv_memory(1 << 30)
+
+    with pytest.raises(attnd.ResourceExhaustedError, match="client_memory_bytes"):
+        asyncio.run(ask())

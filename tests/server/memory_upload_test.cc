@@ -231,14 +231,16 @@ class RoomTest : public FakeEngineFixture {
   }
 };
 
-TEST_F(RoomTest, AChunkThatIsTriedAgainHasItsRegionStill) {
+TEST_F(RoomTest, AChunkThatIsTriedAgainHasNoRegionMeanwhile) {
   MemoryPassClient client(*server_);
-  std::vector<float> keys;
+  int tries = 0;
   engine_.OnAppend([&](const engine::AppendChunk& chunk) {
-    EXPECT_TRUE(chunk.shared);
-    keys.push_back(*reinterpret_cast<const float*>(chunk.k.data));
-    if (keys.size() > 1) return;
+    ++tries;
+    ASSERT_NE(chunk.kept, nullptr);
+    EXPECT_TRUE((*chunk.kept)());
+    EXPECT_EQ(*reinterpret_cast<const float*>(chunk.k.data), 2.0f);
     EXPECT_TRUE(client.memory()->Unregister(client.region_id()).ok());
+    EXPECT_FALSE((*chunk.kept)());
   });
   engine_.RefuseNext(0, 1);
   v1::AppendKvResponse reply;
@@ -248,8 +250,8 @@ TEST_F(RoomTest, AChunkThatIsTriedAgainHasItsRegionStill) {
   stream->Write(InMemory(client, 1, 0, 5, 2.0f, 3.0f));
   stream->WritesDone();
   const grpc::Status status = stream->Finish();
-  EXPECT_TRUE(status.ok()) << status.error_message();
-  EXPECT_EQ(keys, (std::vector<float>{2.0f, 2.0f}));
+  EXPECT_EQ(status.error_code(), StatusCode::NOT_FOUND) << status.error_message();
+  EXPECT_EQ(tries, 1);
 }
 
 class WithoutMemoryTest : public MemoryUploadTest {

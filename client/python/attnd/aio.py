@@ -16,6 +16,8 @@ from attnd import channel as channels
 from attnd import replies, requests
 from attnd.aio_session import DecodeSession, Pass
 from attnd.errors import from_rpc_error
+from attnd.kv_memory import KvMemory, closed_by_errors
+from attnd.memory_socket import open_memory_socket
 from attnd.model import Model
 from attnd.policy import Policy, TreeOptions
 from attnd.requests import KvChunk
@@ -54,6 +56,8 @@ class Client:
             else grpc.aio.insecure_channel(address, options)
         )
         self._stub: Any = attnd_pb2_grpc.AttndStub(self._channel)  # type: ignore[no-untyped-call]
+        self._target = target
+        self._tenant = tenant
         self._metadata = channels.tenant_metadata(tenant)
         self._timeout_s = timeout_s
         self._max_message_bytes = 0  # not asked yet
@@ -123,16 +127,26 @@ class Client:
         *,
         prefill_complete: bool = False,
         observed_queries: Sequence[Array] | None = None,
+        memory: KvMemory | None = None,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
         there is no limit."""
-        messages = requests.append_requests(
-            sequence_id, chunks, prefill_complete, observed_queries, await self._message_limit()
-        )
-        call = self._stub.AppendKv(
-            metadata=self._metadata, timeout=timeout_s
-        )
+        with closed_by_errors(memory):
+            messages = requests.append_requests(
+                sequence_id,
+                chunks,
+                prefill_complete,
+                observed_queries,
+                await self._message_limit(),
+                memory,
+            )
+            return await self._upload(messages, timeout_s)
+
+    async def _upload(
+        self, messages: Iterable[attnd_pb2.AppendKvRequest], timeout_s: float | None
+    ) -> AppendedKv:
+        call = self._stub.AppendKv(metadata=self._metadata, timeout=timeout_s)
         try:
             for message in messages:
                 await call.write(message)
@@ -146,6 +160,20 @@ class Client:
             return replies.appended(await call)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+
+    async def kv_memory(self, bytes_: int, *, socket: str | None = None) -> KvMemory:
+        """As :meth:`attnd.Client.kv_memory`, on another thread, as the server takes its time for
+        large ones. Writing to its arrays, and closing it, is done at once."""
+        made = asyncio.ensure_future(asyncio.to_thread(self._make_memory, bytes_, socket))
+        try:
+            return await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_close)
+            raise
+
+    def _make_memory(self, bytes_: int, socket: str | None) -> KvMemory:
+        connection = open_memory_socket(self._target, socket, self._timeout_s, self._tenant)
+        return KvMemory(connection, bytes_)
 
     async def truncate_sequence(
         self, sequence_id: int, length: int, *, timeout_s: float | None = None
@@ -224,3 +252,9 @@ class Client:
         return DecodeSession(
             self._stub.Decode, self._metadata, self._timeout_s, self._message_limit
         )
+
+
+def _close(made: asyncio.Future[KvMemory]) -> None:
+    """Of a memory that nobody waits for any more."""
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()

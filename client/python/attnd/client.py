@@ -14,9 +14,9 @@ import numpy.typing as npt
 from attnd import channel as channels
 from attnd import replies, requests
 from attnd.errors import from_rpc_error
-from attnd.kv_memory import KvMemory
+from attnd.kv_memory import KvMemory, closed_by_errors
 from attnd.memory import MemorySession
-from attnd.memory_socket import MemorySocket, memory_socket_of
+from attnd.memory_socket import MemorySocket, open_memory_socket
 from attnd.memory_stream import MemoryStream
 from attnd.model import Model, ModelShape
 from attnd.pass_memory import PassLayout, PassMemory
@@ -207,7 +207,7 @@ class Client:
             )
         )
         try:
-            with _closed_by_errors(memory):
+            with closed_by_errors(memory):
                 call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
                 return replies.appended(call)
         except grpc.RpcError as error:
@@ -405,35 +405,17 @@ class Client:
             bytes_: of client_memory_bytes.
             socket: as of :meth:`memory_session`; errors, too.
         """
-        connection = self.memory_socket(socket)
-        try:
-            return KvMemory(connection, bytes_)
-        except BaseException:
-            connection.close()
-            raise
+        return KvMemory(self.memory_socket(socket), bytes_)
 
     def memory_socket(self, path: str | None = None) -> MemorySocket:
         """A connection at which to register regions; path and errors as :meth:`memory_session`."""
         check_machine()
-        return MemorySocket(
-            memory_socket_of(self._target) if path is None else path, self._timeout_s, self._tenant
-        )
+        return open_memory_socket(self._target, path, self._timeout_s, self._tenant)
 
     def memory_stream(self, *, spin_us: int = 0) -> MemoryStream:
         """A stream of decode passes over regions that come with each of them, where
         :meth:`memory_session` has a region of its own."""
         return MemoryStream(self._stub.Decode, self._metadata, self._timeout_s, spin_us)
-
-
-@contextlib.contextmanager
-def _closed_by_errors(memory: KvMemory | None) -> Iterator[None]:
-    """An upload that fails leaves it open when the server reads its memory for the last time."""
-    try:
-        yield
-    except BaseException:
-        if memory is not None:
-            memory.close()
-        raise
 
 
 class _Upload:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from collections.abc import Iterator
 from types import TracebackType
 
 import numpy as np
@@ -15,6 +16,18 @@ from attnd.errors import AttndError
 from attnd.memory_socket import ALIGNMENT_BYTES, MemorySocket
 from attnd.tensors import Array, as_dtype
 from attnd.v1 import attnd_pb2
+
+
+@contextlib.contextmanager
+def closed_by_errors(memory: KvMemory | None) -> Iterator[None]:
+    """Around an upload: one that fails leaves it open when the server reads its memory for the last
+    time."""
+    try:
+        yield
+    except BaseException:
+        if memory is not None:
+            memory.close()
+        raise
 
 
 class KvMemory:
@@ -28,9 +41,13 @@ class KvMemory:
     """
 
     def __init__(self, socket: MemorySocket, bytes_: int) -> None:
-        """Registers the region, by a connection that becomes its own. Raises as
-        :meth:`MemorySocket.register`."""
-        self._region = socket.register(bytes_)
+        """Registers the region, by a connection that becomes its own, and is closed if that fails.
+        Raises as :meth:`MemorySocket.register`."""
+        try:
+            self._region = socket.register(bytes_)
+        except BaseException:
+            socket.close()
+            raise
         self._socket = socket
         self._start: int = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
 

@@ -84,6 +84,13 @@ def memory_socket_of(target: str) -> str:
     return (path[2:] if path.startswith("//") else path) + ".memory"
 
 
+def open_memory_socket(
+    target: str, path: str | None, timeout_s: float, tenant: str
+) -> MemorySocket:
+    """A connection to the second socket, at path if that is given, else the target's."""
+    return MemorySocket(memory_socket_of(target) if path is None else path, timeout_s, tenant)
+
+
 class MemorySocket:
     """One connection, for one thread. Its end, also by this process's, unregisters its regions.
 

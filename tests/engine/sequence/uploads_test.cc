@@ -2,8 +2,8 @@
 //
 // Goal: an upload is in its sequence as it was sent, or not at all, however many threads write it
 // and whatever others write to its memory meanwhile. Method: parts and runs of random chunks are
-// compared with the chunks; long chunks go to a sequence with and without threads, with a bad
-// number at each end of each part, and while another thread writes to their memory.
+// compared with the chunks; long chunks go to sequences with and without threads, with a bad number
+// in one part or another, and while another thread writes to their memory.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <thread>
@@ -32,6 +33,8 @@ namespace {
 using absl::StatusCode;
 using attention::kTailBlockTokens;
 using testing::HasSubstr;
+
+const std::function<bool()> kKept = [] { return true; };
 
 NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
   NewTokens tokens;
@@ -58,7 +61,7 @@ void ExpectParts(const ModelShape& shape, const Kv& kv, uint64_t skip, const New
     ASSERT_LE(part->tokens, TokenParts::PartTokens(shape));
     EXPECT_TRUE(part->end_position() == run.end_position() ||
                 part->end_position() % kTailBlockTokens == 0);
-    EXPECT_EQ(part->keys == kv.k.bytes.data() + done * k_bytes, !run.shared);
+    EXPECT_EQ(part->keys == kv.k.bytes.data() + done * k_bytes, run.kept == nullptr);
     EXPECT_EQ(std::memcmp(part->keys, kv.k.bytes.data() + done * k_bytes, part->tokens * k_bytes),
               0);
     if (!shape.latent) {
@@ -89,7 +92,7 @@ TEST(TokenPartsTest, PartsAndRunsAreTheTokens) {
         latent ? MakeLatentShape(1, 4, 192, 128, dtype) : MakeShape(1, heads, heads, 64, 32, dtype);
     const Kv kv = RandomKv(shape, 1 + random.Below(3000), &random);
     NewTokens tokens = TokensOf(random.Below(1000), kv);
-    tokens.shared = random.Below(2) == 0;
+    if (random.Below(2) == 0) tokens.kept = &kKept;
     const uint64_t begin = tokens.first_position + random.Below(kv.tokens + 1);
     const auto runs_max = static_cast<uint32_t>(1 + random.Below(5));
     const std::vector<NewTokens> runs = RunsFrom(shape, tokens, begin, runs_max);
@@ -111,7 +114,7 @@ class UploadsTest : public SequenceFixture {
  protected:
   UploadsTest() : SequenceFixture(attention::kClusterIndexes) {}
 
-  // Half a chunk more than threads have parts.
+  // More parts than there are threads.
   uint64_t LongChunk() const { return 5 * TokenParts::PartTokens(shape_) + 100; }
   uint64_t Committed() { return sequence_.Info().committed_tokens; }
   std::shared_ptr<const attention::SequenceView> View() {
@@ -189,18 +192,109 @@ TEST_F(UploadsTest, ABadNumberLeavesNothing) {
   EXPECT_TRUE(append(nullptr).ok()) << "a repeat is compared with what lies there";
 }
 
+// Others may still read what was given up: even the same bytes go to another block.
 TEST_F(UploadsTest, FollowsWhatAPassGaveUp) {
-  History history(shape_);
-  AppendTo(&sequence_, &history, 100);
-  ASSERT_TRUE(sequence_.BeginPass(kWriter, 100, 50).ok());
-  const Kv given_up = RandomKv(shape_, 50, &random_);
-  NewTokens tokens = TokensOf(100, given_up);
-  tokens.of_pass = true;
-  ASSERT_TRUE(sequence_.AppendAndRead(kWriter, tokens, 0).ok());
-  sequence_.GiveUpPass(kWriter);
-  AppendTo(&sequence_, &history, 30);
-  AppendTo(&sequence_, &history, 200);
-  EXPECT_TRUE(Holds(*View(), history));
+  for (const bool same : {true, false}) {
+    Sequence sequence(2, "", ArgsFor(PolicyOf("dense")), 1 << 20, &budget_);
+    History history(shape_);
+    AppendTo(&sequence, &history, 100);
+    ASSERT_TRUE(sequence.BeginPass(kWriter, 100, 20).ok());
+    const Kv given_up = RandomKv(shape_, 20, &random_);
+    NewTokens tokens = engine::test::TokensOf(100, given_up);
+    tokens.of_pass = true;
+    const auto read = sequence.AppendAndRead(kWriter, tokens, 0);
+    ASSERT_TRUE(read.ok());
+    sequence.GiveUpPass(kWriter);
+    const uint64_t used = budget_.used();
+    const Kv all = history.Slice(0, 0, 100);
+    ASSERT_TRUE(sequence.Append(kWriter, engine::test::TokensOf(0, all)).ok());
+    EXPECT_EQ(budget_.used(), used) << "a repeat takes no other block";
+    const Kv more = same ? given_up : RandomKv(shape_, 20, &random_);
+    tokens = engine::test::TokensOf(100, more);
+    tokens.kept = &kKept;
+    ASSERT_TRUE(sequence.Append(kWriter, tokens).ok());
+    history.Append(0, more);
+    AppendTo(&sequence, &history, 200);
+    const auto snapshot = sequence.Read(0, 320, 0);
+    ASSERT_TRUE(snapshot.ok());
+    EXPECT_TRUE(Holds(*snapshot->view, history));
+    EXPECT_EQ(snapshot->view->tail[0], read->view->tail[0]);
+    EXPECT_NE(snapshot->view->tail[1], read->view->tail[1]);
+  }
+}
+
+TEST_F(UploadsTest, LeavesAPassItsRoomWhenRefused) {
+  Append(100);
+  ASSERT_TRUE(sequence_.BeginPass(kWriter, 100, 300).ok());
+  const uint64_t used = budget_.used();
+  Kv kv = RandomKv(shape_, 1000, &random_);
+  kv.v.Set(77, std::numeric_limits<float>::infinity());
+  EXPECT_EQ(sequence_.Append(kWriter, engine::test::TokensOf(100, kv)).status().code(),
+            StatusCode::kInvalidArgument);
+  EXPECT_EQ(budget_.used(), used);
+  EXPECT_NE(sequence_.ExpectedView(0, 100, 400), nullptr);
+}
+
+TEST_F(UploadsTest, MemoryThatWasGivenBackIsNotTaken) {
+  Append(100);
+  const uint64_t used = budget_.used();
+  const Kv kv = RandomKv(shape_, 1000, &random_);
+  NewTokens tokens = engine::test::TokensOf(100, kv);
+  bool kept = false;
+  int asked = 0;
+  const std::function<bool()> is_kept = [&] {
+    ++asked;
+    return kept;
+  };
+  tokens.kept = &is_kept;
+  EXPECT_EQ(sequence_.Append(kWriter, tokens).status().code(), StatusCode::kCancelled);
+  EXPECT_EQ(budget_.used(), used);
+  EXPECT_EQ(Committed(), 100u);
+  kept = true;
+  EXPECT_TRUE(sequence_.Append(kWriter, tokens).ok());
+  EXPECT_EQ(asked, 2);
+}
+
+// A tail that begins in the middle of a block, as segments reach up to there.
+TEST(TailTest, HasNoBlocksForNothing) {
+  MemoryBudget budget(uint64_t{1} << 20);
+  Tail tail(MakeShape(1, 1, 1, 16, 16, DType::kBf16), 10);
+  const auto blocks = tail.MakeBlocks(200, &budget);
+  ASSERT_TRUE(blocks.ok());
+  tail.AddBlocks(*blocks);
+  EXPECT_TRUE(tail.DropFrom(65));
+  EXPECT_EQ(tail.blocks().size(), 2u);
+  EXPECT_TRUE(tail.DropFrom(10));
+  EXPECT_TRUE(tail.blocks().empty());
+}
+
+TEST(EngineUploadsTest, LongChunksOfManyHeadsAndLayers) {
+  Random random(TestSeed());
+  EngineOptions options = SmallOptions();
+  options.index_threads = 3;
+  const auto engine = MakeEngine(options);
+  const ModelShape shape = MakeShape(2, 8, 4, 64, 32, DType::kBf16);
+  TestSequence sequence = OpenSequence(engine.get(), shape);
+  for (const uint64_t tokens : {uint64_t{37}, 4 * TokenParts::PartTokens(shape) + 5}) {
+    for (uint32_t layer = 0; layer < 2; ++layer) {
+      ASSERT_TRUE(AppendNext(&sequence, layer, RandomKv(shape, tokens, &random)).ok());
+    }
+    EXPECT_TRUE(MatchesModel(&sequence, &random));
+  }
+}
+
+// So that nobody makes room for it.
+TEST(EngineUploadsTest, ABadNumberIsRefusedWhereThereIsNoRoom) {
+  Random random(TestSeed());
+  EngineOptions options = SmallOptions();
+  options.memory_budget_bytes = 1 << 20;
+  const auto engine = MakeEngine(options);
+  const ModelShape shape = MakeShape(1, 1, 1, 64, 64, DType::kFp32);
+  TestSequence sequence = OpenSequence(engine.get(), shape);
+  Kv kv = RandomKv(shape, 10'000, &random);
+  EXPECT_EQ(AppendNext(&sequence, 0, kv).code(), StatusCode::kResourceExhausted);
+  kv.v.Set(size_t{9'999} * 64, std::numeric_limits<float>::infinity());
+  EXPECT_EQ(AppendNext(&sequence, 0, kv).code(), StatusCode::kInvalidArgument);
 }
 
 // Not under the thread sanitizer, which would find the race that the test is about.
@@ -225,7 +319,7 @@ TEST_F(UploadsTest, WhateverIsWrittenMeanwhile) {
     bad.store(round >= 60);
     Sequence sequence(2, "", ArgsFor(PolicyOf("dense")), 1 << 20, &budget_);
     NewTokens chunk = engine::test::TokensOf(0, kv);
-    chunk.shared = true;
+    chunk.kept = &kKept;
     const auto appended = sequence.Append(kWriter, chunk, round % 2 == 0 ? &workers_ : nullptr);
     if (!appended.ok()) {
       EXPECT_EQ(appended.status().code(), StatusCode::kInvalidArgument);
