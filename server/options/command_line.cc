@@ -39,7 +39,7 @@ ABSL_FLAG(uint32_t, max_queued_steps, Defaults().max_queued_steps,
 ABSL_FLAG(
     uint32_t, index_threads, Defaults().index_threads,
     "threads that segment a finished prompt; as many others, 4 at most, write what is uploaded; "
-          "0: all cores");
+    "0: all cores");
 ABSL_FLAG(uint32_t, max_sequences, Defaults().max_sequences, "open sequences");
 ABSL_FLAG(uint64_t, max_sequence_tokens, Defaults().max_sequence_tokens, "tokens of a sequence");
 ABSL_FLAG(uint32_t, max_streams, Defaults().max_streams, "open Decode and AppendKv streams");
