@@ -5,17 +5,20 @@ and what they know of it."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import random
 import threading
+import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import grpc
 
 import attnd
+from attnd.memory_socket import ALIGNMENT_BYTES, aligned
 from cases import Case
 from probes import COMPLETION, KINDS, OBSERVED, Checked, Kind, decoded, probe
 
@@ -28,6 +31,8 @@ SEALED_MOST = 150  # of which verifying and rebuilding after each cycle takes a 
 SEALED_LEAST = 10  # of a tenant, before any is dropped
 OPEN_MOST = 8
 UPLOAD_S = 60.0  # for one upload
+PATIENCE_S = (0.001, 0.003, 0.01, 0.03)  # for one that is given up
+RETRIES = 300
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,25 @@ class Content:
 
 def model_of(case: int, shape: attnd.ModelShape) -> attnd.Model:
     return attnd.Model(f"case {case}", shape)
+
+
+def room_of(tokens: int, shape: attnd.ModelShape) -> int:
+    """Bytes for so many tokens' keys and values in all layers, each beginning where it may."""
+    token_bytes = shape.kv_heads * (shape.head_dim + (shape.value_dim or shape.head_dim)) * 4
+    return shape.layers * (tokens * token_bytes + 2 * ALIGNMENT_BYTES)
+
+
+def placed(memory: attnd.KvMemory, chunks: Iterable[attnd.KvChunk]) -> list[attnd.KvChunk]:
+    """The chunks with keys and values that lie in the memory."""
+    there, offset = [], 0
+    for chunk in chunks:
+        arrays = []
+        for array in (chunk.k, chunk.v):
+            arrays.append(memory.array(offset, array.shape, array.dtype))
+            arrays[-1][...] = array
+            offset += aligned(array.nbytes)
+        there.append(replace(chunk, k=arrays[0], v=arrays[1]))
+    return there
 
 
 @functools.cache
@@ -107,11 +131,14 @@ class Worker:
         *,
         shape: attnd.ModelShape = SHAPE,
         cases: Sequence[int] = CASES,
+        shares_memory: bool = False,
         server_gone: Callable[[], bool] = never,
     ) -> None:
+        """shares_memory: whether to upload through memory, too."""
         self.client, self.tenant, self.known = client, tenant, known
         self.random = random.Random(seed)
         self.shape, self.cases, self.server_gone = shape, cases, server_gone
+        self.shares_memory = shares_memory
         self.stop = threading.Event()
         self.open: dict[int, Content] = {}
         # Of the open ones, those that brought all of their tokens, and those with a keep-set.
@@ -124,6 +151,7 @@ class Worker:
     def run(self) -> None:
         actions = (self.upload, self.upload, self.decode, self.probe, self.fork, self.truncate)
         actions += (self.seal, self.seal, self.resume, self.drop)
+        actions += (self.abandon,) * self.shares_memory
         with self.client:
             try:
                 while not self.stop.is_set():
@@ -179,19 +207,62 @@ class Worker:
             case.layers(rest), first_position=rest.start, token_ids=ids[rest]
         )
         observed = case.q[:, max(rest.start, content.tokens - OBSERVED) : content.tokens]
-        self.client.append_kv(
-            found.sequence_id,
-            chunks,
-            prefill_complete=True,
-            observed_queries=list(observed) if kind.kept or self.random.random() < 0.2 else None,
-            timeout_s=UPLOAD_S,
-        )
+        with self.memory_of(rest) as memory:
+            self.client.append_kv(
+                found.sequence_id,
+                chunks if memory is None else placed(memory, chunks),
+                prefill_complete=True,
+                observed_queries=(
+                    list(observed) if kind.kept or self.random.random() < 0.2 else None
+                ),
+                memory=memory,
+                timeout_s=UPLOAD_S,
+            )
+        self.done["through memory"] += memory is not None
         if kind.kept:
             self.kept.add(found.sequence_id)
         if found.tokens_present == 0:
             self.whole.add(found.sequence_id)
         self.close_oldest()
         return True
+
+    def memory_of(self, tokens: slice) -> contextlib.AbstractContextManager[attnd.KvMemory | None]:
+        """Room for these tokens' keys and values in all layers, or none: then they are messages."""
+        if not self.shares_memory or tokens.start == tokens.stop or self.random.random() < 0.5:
+            return contextlib.nullcontext()
+        return self.client.kv_memory(room_of(tokens.stop - tokens.start, self.shape))
+
+    def abandon(self) -> bool:
+        """An upload that its client gives up: what it writes to the memory then is in no sequence.
+        The tokens that the server has taken are those that were there before."""
+        content = Content(self.tenant, self.random.choice(self.cases), max(LENGTHS), self.shape)
+        sequence = self.client.open_sequence(content.model, policy=content.kind.policy).sequence_id
+        self.open[sequence] = content
+        chunks = list(attnd.layer_chunks(content.data.layers(slice(0, content.tokens))))
+        with self.client.kv_memory(room_of(content.tokens, self.shape)) as memory:
+            there = placed(memory, chunks)
+            try:
+                self.client.append_kv(
+                    sequence, there, memory=memory, timeout_s=self.random.choice(PATIENCE_S)
+                )
+            except attnd.DeadlineExceededError:
+                self.done["given up"] += 1
+            for chunk in there:
+                chunk.k[...] = chunk.v[...] = 7
+        self.append_again(sequence, chunks)
+        self.client.close_sequence(sequence)
+        del self.open[sequence]
+        return True
+
+    def append_again(self, sequence: int, chunks: Sequence[attnd.KvChunk]) -> None:
+        """As soon as the stream before is no longer the sequence's writer."""
+        for _ in range(RETRIES):
+            try:
+                self.client.append_kv(sequence, chunks, timeout_s=UPLOAD_S)
+                return
+            except attnd.AbortedError:
+                time.sleep(0.1)
+        self.fault("a stream that was given up is a sequence's writer still")
 
     def close_oldest(self) -> None:
         while len(self.open) > OPEN_MOST:

@@ -47,7 +47,8 @@ from soak_clients import Counts, Malformed, Scraper, Slow
 WORKERS = 4
 BUDGET = 24 << 20
 SHORT_LIFE_S = 60.0
-EVERYTHING_S = 120.0  # in so long a soak every preset must have been asked
+EVERYTHING_S = 120.0  # in so long a soak every preset must have been asked, and all this met
+EVERYTHING = ("moved", "missed", "memory full", "through memory", "given up")
 GROWTH_BYTES = 32 << 20  # beside a tenth of what was resident in a life's first third
 GROWTH_LIFE_S = 60.0  # in a shorter life memory is still being taken for the first time
 IDLE_S = 20.0  # so long ends of streams may take, beside other work
@@ -124,6 +125,7 @@ class Life:
             seed,
             shape=SHAPE,
             cases=(*CASES, COMPLETED_CASE),
+            shares_memory=True,
             server_gone=self.server.is_gone,
         )
 
@@ -251,6 +253,8 @@ class Soak:
             "--max-sequences=500",
             "--reply-timeout-s=2",
             "--audit-share=0.5",
+            "--allow-client-memory",
+            "--client-memory-bytes=32MiB",
         )
 
     def run(self, seconds: float) -> None:
@@ -262,7 +266,7 @@ class Soak:
                 return
         if seconds >= EVERYTHING_S:
             never = sorted(name for name in self.presets if not self.done[name])
-            never += [deed for deed in ("moved", "missed", "memory full") if not self.done[deed]]
+            never += [deed for deed in EVERYTHING if not self.done[deed]]
             if never:
                 self.faults.append(f"never asked or met: {never}")
         self.check_disk()

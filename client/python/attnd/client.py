@@ -207,7 +207,7 @@ class Client:
             )
         )
         try:
-            with closed_by_errors(memory):
+            with closed_by_errors(memory, wait=True):
                 call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
                 return replies.appended(call)
         except grpc.RpcError as error:

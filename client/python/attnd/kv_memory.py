@@ -19,14 +19,18 @@ from attnd.v1 import attnd_pb2
 
 
 @contextlib.contextmanager
-def closed_by_errors(memory: KvMemory | None) -> Iterator[None]:
+def closed_by_errors(memory: KvMemory | None, *, wait: bool) -> Iterator[None]:
     """Around an upload: one that fails leaves it open when the server reads its memory for the last
-    time."""
+    time.
+
+    Args:
+        wait: as of :meth:`KvMemory.close`.
+    """
     try:
         yield
     except BaseException:
         if memory is not None:
-            memory.close()
+            memory.close(wait=wait)
         raise
 
 
@@ -37,7 +41,8 @@ class KvMemory:
     Write keys and values to arrays of it, and give chunks of these to :meth:`Client.append_kv` with
     ``memory=``: the messages then carry no data, and the server copies it from here. Until the call
     returns the arrays must stay as they are. A call that fails closes the memory, as the server may
-    be about to read it: make another one.
+    be about to read it: make another one. (:mod:`attnd.aio` does not wait for the server's word on
+    that: leave the arrays of a call that failed as they are.)
     """
 
     def __init__(self, socket: MemorySocket, bytes_: int) -> None:
@@ -66,12 +71,15 @@ class KvMemory:
         """Gives the region back. Its arrays stay readable.
 
         Args:
-            wait: until the server has it, which otherwise is soon.
+            wait: until the server has it, which otherwise is soon: what is written to the arrays
+                from then on is in no sequence.
         """
-        if wait and not self._socket.ended():
-            with contextlib.suppress(AttndError, OSError):  # the server was faster
-                self._socket.unregister(self._region.id)
-        self._socket.close()
+        try:
+            if wait and not self._socket.ended():
+                with contextlib.suppress(AttndError, OSError):  # the server was faster
+                    self._socket.unregister(self._region.id)
+        finally:
+            self._socket.close()
 
     def ended(self) -> bool:
         """Whether the server has ended, or close() was called: it takes nothing from here any
