@@ -3,7 +3,7 @@
 messages and from memory that is shared with the server (attnd.KvMemory), in turns, each to a
 sequence of its own.
 
-    PYTHONPATH=client/python python bench/upload_memory.py --rounds 7
+    PYTHONPATH=client/python python bench/upload_memory.py --rounds 9 [--index-threads 8]
 
 starts a server and prints the medians of rounds, in seconds and GB/s, and the ratio within a round.
 Writing the keys and values to the memory is part of that way. The first round is not counted."""
@@ -33,6 +33,7 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=int, default=8, help="of the model (default 8)")
     add("--tokens", type=int, default=8192, help="of a sequence (default 8192)")
     add("--part", type=int, default=4096, help="tokens of a call (default 4096)")
+    add("--index-threads", type=int, default=0, help="of the server: a quarter write (default 0)")
     return parser.parse_args()
 
 
@@ -78,7 +79,8 @@ def _write(memory: attnd.KvMemory, *arrays: Array) -> Iterator[Array]:
 
 def main() -> None:
     options = arguments()
-    with servers.running(options.server, ["--backend=cpu", "--allow-client-memory"]) as target:
+    flags = ("--backend=cpu", "--allow-client-memory", f"--index-threads={options.index_threads}")
+    with servers.running(options.server, flags) as target:
         with attnd.Client(target) as client, client.kv_memory(256 << 20) as memory:
             uploads = Uploads(client, options)
             rounds = [

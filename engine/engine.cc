@@ -19,7 +19,7 @@ EngineImpl::EngineImpl(const EngineOptions& options, std::unique_ptr<attention::
     : options_(options),
       backend_(std::move(backend)),
       listener_(listener),
-      append_workers_(std::clamp(options.index_threads, 1U, kAppendThreadsMax)),
+      append_workers_(std::clamp(options.index_threads / 4, 1U, kAppendThreadsMax)),
       budget_(options.memory_budget_bytes),
       sequences_(options.max_sequences, options.lease_clock),
       lease_watch_(&sequences_, listener),

@@ -56,8 +56,8 @@ class Engine {
   virtual absl::StatusOr<uint64_t> Open(absl::string_view tenant, const OpenArgs& args) = 0;
 
   // InvalidArgument (shape, dtype, NaN, |v| beyond kValueMax), FailedPrecondition (gap),
-  // AlreadyExists (other content), Aborted (another writer), ResourceExhausted (budget). On an
-  // error the sequence is unchanged.
+  // AlreadyExists (other content), Aborted (another writer), ResourceExhausted (budget), Cancelled
+  // (AppendChunk::kept says no). On an error the sequence is unchanged.
   virtual absl::Status Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                               const AppendChunk& chunk) = 0;
 
@@ -86,7 +86,7 @@ class Engine {
   virtual absl::StatusOr<Lease::Call> BeginCall(absl::string_view tenant, uint64_t sequence_id) = 0;
 
   static constexpr std::chrono::seconds kRoomWait{30};
-  // More would only wait for memory.
+  // That write an upload; more would only wait for memory.
   static constexpr uint32_t kAppendThreadsMax = 4;
   // Whether a step over this sequence may have to wait for the disk; false for unknown ones.
   virtual bool MayReadDisk(absl::string_view tenant, uint64_t sequence_id) = 0;

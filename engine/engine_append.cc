@@ -57,55 +57,61 @@ std::vector<float> GroupMagnitudes(const ModelShape& shape, const ObservedLayer&
 
 absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                                 const AppendChunk& chunk) {
-  return WithinMemory([&]() -> absl::Status {
-    ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.FindToWrite(tenant, sequence_id, writer));
-    const ModelShape& shape = sequence->shape();
-    if (chunk.layer >= shape.layers) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "layer is ", chunk.layer, "; the sequence has layers 0..", shape.layers - 1));
-    }
-    if (chunk.tokens == 0)
-      return absl::InvalidArgumentError("k has no tokens; at least 1 is needed");
-    if (!chunk.token_ids.empty() && chunk.token_ids.size() != chunk.tokens) {
-      return absl::InvalidArgumentError(absl::StrCat("token_ids has ", chunk.token_ids.size(),
-                                                     " entries; allowed are none or ",
-                                                     chunk.tokens));
-    }
+  const absl::Status status =
+      WithinMemory([&] { return AppendChecked(tenant, writer, sequence_id, chunk); });
+  // Whatever was wrong with it, it was not what its client had sent.
+  if (!status.ok() && chunk.kept != nullptr && !(*chunk.kept)()) return NotKept();
+  return status;
+}
+
+absl::Status EngineImpl::AppendChecked(absl::string_view tenant, WriterId writer,
+                                       uint64_t sequence_id, const AppendChunk& chunk) {
+  ATTND_ASSIGN_OR_RETURN(auto sequence, sequences_.FindToWrite(tenant, sequence_id, writer));
+  const ModelShape& shape = sequence->shape();
+  if (chunk.layer >= shape.layers) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("layer is ", chunk.layer, "; the sequence has layers 0..", shape.layers - 1));
+  }
+  if (chunk.tokens == 0) return absl::InvalidArgumentError("k has no tokens; at least 1 is needed");
+  if (!chunk.token_ids.empty() && chunk.token_ids.size() != chunk.tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("token_ids has ", chunk.token_ids.size(),
+                                                   " entries; allowed are none or ", chunk.tokens));
+  }
+  ATTND_RETURN_IF_ERROR(
+      CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens, shape.kv_heads, shape.head_dim));
+  ATTND_RETURN_IF_ERROR(CheckValuesSent(chunk.v.elements != 0, shape));
+  if (!shape.latent) {
     ATTND_RETURN_IF_ERROR(
-        CheckChunkTensor("k", chunk.k, shape.dtype, chunk.tokens, shape.kv_heads, shape.head_dim));
-    ATTND_RETURN_IF_ERROR(CheckValuesSent(chunk.v.elements != 0, shape));
-    if (!shape.latent) {
-      ATTND_RETURN_IF_ERROR(CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens,
-                                             shape.kv_heads, shape.value_dim));
-    }
-    NewTokens tokens;
-    tokens.layer = chunk.layer;
-    tokens.first_position = chunk.first_position;
-    tokens.tokens = chunk.tokens;
-    tokens.keys = chunk.k.data;
-    tokens.values = chunk.v.data;
-    tokens.token_ids = chunk.token_ids;
-    tokens.kept = chunk.kept;
-    const auto appended = AppendWithRoom(writer, tokens, chunk, sequence.shared);
-    if (absl::IsResourceExhausted(appended.status())) {
-      // Nobody shall make room for tokens that would be refused then.
-      ATTND_RETURN_IF_ERROR(CheckTokens(shape, tokens));
-    }
-    ATTND_RETURN_IF_ERROR(appended.status());
-    if (chunk.layer == 0) ReportAppended(*appended, /*prefill=*/true);
-    const bool committed = chunk.layer + 1 == shape.layers;
-    if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) {
-      segmenter_.OnGrown(sequence.shared);
-    }
-    return absl::OkStatus();
-  });
+        CheckChunkTensor("v", chunk.v, shape.dtype, chunk.tokens, shape.kv_heads, shape.value_dim));
+  }
+  NewTokens tokens;
+  tokens.layer = chunk.layer;
+  tokens.first_position = chunk.first_position;
+  tokens.tokens = chunk.tokens;
+  tokens.keys = chunk.k.data;
+  tokens.values = chunk.v.data;
+  tokens.token_ids = chunk.token_ids;
+  tokens.kept = chunk.kept;
+  const auto appended = AppendWithRoom(writer, tokens, chunk, sequence.shared);
+  if (absl::IsResourceExhausted(appended.status())) {
+    // Nobody shall make room for tokens that would be refused then.
+    ATTND_RETURN_IF_ERROR(CheckTokens(shape, tokens));
+  }
+  ATTND_RETURN_IF_ERROR(appended.status());
+  if (chunk.layer == 0) ReportAppended(*appended, /*prefill=*/true);
+  const bool committed = chunk.layer + 1 == shape.layers;
+  if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) {
+    segmenter_.OnGrown(sequence.shared);
+  }
+  return absl::OkStatus();
 }
 
 // A pool that has no thread free would keep its caller waiting, with the sequence's lock: while an
 // upload has it, others are written by the threads that they came on.
 absl::StatusOr<uint64_t> EngineImpl::AppendWithWorkers(WriterId writer, const NewTokens& tokens,
                                                        Sequence* sequence) {
-  if (append_workers_busy_.exchange(true)) return sequence->Append(writer, tokens);
+  const bool many = tokens.tokens > TokenParts::PartTokens(sequence->shape());
+  if (!many || append_workers_busy_.exchange(true)) return sequence->Append(writer, tokens);
   const absl::Cleanup free = [this] { append_workers_busy_.store(false); };
   return sequence->Append(writer, tokens, &append_workers_);
 }

@@ -141,6 +141,8 @@ class EngineImpl final : public Engine {
 
   // Prefills (engine_append.cc).
 
+  absl::Status AppendChecked(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
+                             const AppendChunk& chunk);
   absl::StatusOr<uint64_t> AppendWithWorkers(WriterId writer, const NewTokens& tokens,
                                              Sequence* sequence);
   absl::StatusOr<uint64_t> AppendWithRoom(WriterId writer, const NewTokens& tokens,

@@ -52,8 +52,8 @@ struct EngineOptions {
   uint32_t max_query_tokens = 4096;  // of one step, all rows together
   // Length of a segment: of a prompt's runs, and of generated tokens that have left the window.
   uint32_t segment_tokens = 8192;
-  // Threads that segment a finished prefill; as many others, Engine::kAppendThreadsMax at most,
-  // write what is uploaded.
+  // Threads that segment a finished prefill; a quarter as many, up to Engine::kAppendThreadsMax,
+  // write an upload.
   uint32_t index_threads = 1;
   attention::Policy default_policy;  // of sequences that choose none
   ArchiveOptions archive;

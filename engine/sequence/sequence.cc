@@ -117,9 +117,7 @@ absl::StatusOr<uint64_t> Sequence::Append(WriterId writer, const NewTokens& toke
   std::vector<float> key_magnitudes(Tail::BlocksOf(tokens.first_position, tokens.end_position()));
   ATTND_ASSIGN_OR_RETURN(TokenIds::Room room, MakeRoom(tokens));
   absl::Status status = WriteNew(tokens, workers, key_magnitudes.data());
-  if (status.ok() && tokens.kept != nullptr && !(*tokens.kept)()) {
-    status = absl::CancelledError("the tokens' memory was given back before they were taken");
-  }
+  if (status.ok() && tokens.kept != nullptr && !(*tokens.kept)()) status = NotKept();
   if (!status.ok()) {
     DropUnwritten();
     return status;

@@ -91,6 +91,10 @@ absl::Status TokenParts::CheckValues(const NewTokens& part) const {
   return CheckValueMagnitude(magnitude);
 }
 
+absl::Status NotKept() {
+  return absl::CancelledError("the tokens' memory was given back before they were taken");
+}
+
 absl::Status CheckTokens(const ModelShape& shape, const NewTokens& tokens) {
   TokenParts parts(shape, tokens);
   while (!parts.done()) ATTND_RETURN_IF_ERROR(parts.Next().status());

@@ -46,6 +46,9 @@ class TokenParts {
   std::vector<float> key_magnitudes_;  // of the part
 };
 
+// Cancelled: what NewTokens::kept says no to.
+absl::Status NotKept();
+
 // What TokenParts::Next says of the first part that it refuses.
 absl::Status CheckTokens(const ModelShape& shape, const NewTokens& tokens);
 

@@ -155,7 +155,7 @@ absl::Status AppendReactor::Observe() {
 
 absl::Status AppendReactor::AppendChunk() {
   ATTND_ASSIGN_OR_RETURN(engine::AppendChunk chunk, FromProto(request_));
-  plane::RegionUse region;  // not while the chunk waits to be tried again
+  plane::RegionUse region;  // not while the chunk waits in a queue to be tried again
   // A client that has gone, or has given the region back, may write something else there.
   const std::function<bool()> kept = [&] { return !cancelled_.load() && region.registered(); };
   if (request_.has_memory()) {

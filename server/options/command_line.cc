@@ -38,8 +38,8 @@ ABSL_FLAG(uint32_t, max_queued_steps, Defaults().max_queued_steps,
           "steps that may wait for a worker");
 ABSL_FLAG(
     uint32_t, index_threads, Defaults().index_threads,
-    "threads that segment a finished prompt; as many others, 4 at most, write what is uploaded; "
-    "0: all cores");
+    "threads that segment a finished prompt; a quarter as many, 4 at most, write an upload; 0: all "
+    "cores");
 ABSL_FLAG(uint32_t, max_sequences, Defaults().max_sequences, "open sequences");
 ABSL_FLAG(uint64_t, max_sequence_tokens, Defaults().max_sequence_tokens, "tokens of a sequence");
 ABSL_FLAG(uint32_t, max_streams, Defaults().max_streams, "open Decode and AppendKv streams");

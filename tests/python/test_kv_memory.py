@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
 
 import attnd
 import attnd.aio
+import live_server
 from attnd import requests
 from attnd.memory_socket import MemorySocket
 from cases import Case
+from conftest import require_program
 from memory_fixtures import connected, target  # noqa: F401
 
 TOKENS = 700
@@ -179,25 +183,29 @@ async def _uploaded_by_asyncio(target):  # noqa: F811
 
 def test_an_asyncio_client_that_waits_no_longer(target, monkeypatch):  # noqa: F811
     """A memory that comes then is closed."""
-    made, may_come = [], threading.Event()
-    register = MemorySocket.register
+    asked, may_come, closed = threading.Event(), threading.Event(), threading.Event()
+    register, close = MemorySocket.register, MemorySocket.close
 
     def late(socket, *args, **options):
-        made.append(socket)
+        asked.set()
         assert may_come.wait(10)
         return register(socket, *args, **options)
 
     monkeypatch.setattr(MemorySocket, "register", late)
+    monkeypatch.setattr(MemorySocket, "close", lambda socket: (close(socket), closed.set()))
 
     async def give_up():
         async with attnd.aio.Client(target) as client:
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(client.kv_memory(1 << 18), 0.05)
+            waiting = asyncio.ensure_future(client.kv_memory(1 << 18))
+            assert await asyncio.to_thread(asked.wait, 10)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not closed.is_set()
             may_come.set()
-            while not made[0].ended():
-                await asyncio.sleep(0.01)
 
     asyncio.run(give_up())
+    assert closed.wait(10)
 
 
 def test_an_asyncio_client_is_told_what_a_memory_may_have(target):  # noqa: F811
@@ -207,3 +215,24 @@ def test_an_asyncio_client_is_told_what_a_memory_may_have(target):  # noqa: F811
 
     with pytest.raises(attnd.ResourceExhaustedError, match="client_memory_bytes"):
         asyncio.run(ask())
+
+
+def test_a_server_that_does_not_answer(tmp_path):
+    """The call's own time holds, and a second more, whatever the client's is."""
+    require_program()
+    case = Case.random(64)
+    with live_server.to_be_ended(tmp_path, "--allow-client-memory") as (target, server):
+        with attnd.Client(target, timeout_s=60) as client:
+            sequence = client.open_sequence(case.model).sequence_id
+            memory = client.kv_memory(1 << 18)
+            k, v = in_memory(memory, case.k[0], 0), in_memory(memory, case.v[0], 1 << 17)
+            server.send_signal(signal.SIGSTOP)
+            try:
+                begun = time.monotonic()
+                with pytest.raises(attnd.DeadlineExceededError):
+                    chunk = attnd.KvChunk(0, 0, k, v)
+                    client.append_kv(sequence, [chunk], memory=memory, timeout_s=0.1)
+                assert time.monotonic() - begun < 30
+                assert memory.ended()
+            finally:
+                server.send_signal(signal.SIGCONT)

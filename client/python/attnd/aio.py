@@ -5,6 +5,7 @@ same."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Callable
@@ -164,16 +165,17 @@ class Client:
     async def kv_memory(self, bytes_: int, *, socket: str | None = None) -> KvMemory:
         """As :meth:`attnd.Client.kv_memory`, on another thread, as the server takes its time for
         large ones. Writing to its arrays, and closing it, is done at once."""
-        made = asyncio.ensure_future(asyncio.to_thread(self._make_memory, bytes_, socket))
-        try:
-            return await asyncio.shield(made)
-        except asyncio.CancelledError:
-            made.add_done_callback(_close)
-            raise
 
-    def _make_memory(self, bytes_: int, socket: str | None) -> KvMemory:
-        connection = open_memory_socket(self._target, socket, self._timeout_s, self._tenant)
-        return KvMemory(connection, bytes_)
+        def make() -> KvMemory:
+            connection = open_memory_socket(self._target, socket, self._timeout_s, self._tenant)
+            return KvMemory(connection, bytes_)
+
+        wanted = _Wanted(make)
+        try:
+            return await asyncio.to_thread(wanted.make)
+        except asyncio.CancelledError:
+            wanted.no_longer()
+            raise
 
     async def truncate_sequence(
         self, sequence_id: int, length: int, *, timeout_s: float | None = None
@@ -254,7 +256,25 @@ class Client:
         )
 
 
-def _close(made: asyncio.Future[KvMemory]) -> None:
-    """Of a memory that nobody waits for any more."""
-    if not made.cancelled() and made.exception() is None:
-        made.result().close()
+class _Wanted:
+    """A memory that a thread makes, for as long as somebody waits for it."""
+
+    def __init__(self, make: Callable[[], KvMemory]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: KvMemory | None = None  # guarded by the lock, as the next one
+        self._wanted = True
+
+    def make(self) -> KvMemory:
+        memory = self._make()
+        with self._lock:
+            self._made = memory
+            if not self._wanted:
+                memory.close()
+        return memory
+
+    def no_longer(self) -> None:
+        with self._lock:
+            self._wanted = False
+            if self._made is not None:
+                self._made.close()

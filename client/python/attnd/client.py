@@ -35,7 +35,6 @@ from attnd.results import (
 from attnd.session import DecodeSession
 from attnd.tensors import Array
 from attnd.v1 import attnd_pb2, attnd_pb2_grpc
-from attnd.words import check_machine
 
 if TYPE_CHECKING:
     from attnd.cuda.gpu import Gpu
@@ -409,7 +408,6 @@ class Client:
 
     def memory_socket(self, path: str | None = None) -> MemorySocket:
         """A connection at which to register regions; path and errors as :meth:`memory_session`."""
-        check_machine()
         return open_memory_socket(self._target, path, self._timeout_s, self._tenant)
 
     def memory_stream(self, *, spin_us: int = 0) -> MemoryStream:

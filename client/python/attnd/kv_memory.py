@@ -18,6 +18,10 @@ from attnd.tensors import Array, as_dtype
 from attnd.v1 import attnd_pb2
 
 
+# So long a failed upload waits for a server that may be what it failed of.
+_GIVE_BACK_S = 1.0
+
+
 @contextlib.contextmanager
 def closed_by_errors(memory: KvMemory | None, *, wait: bool) -> Iterator[None]:
     """Around an upload: one that fails leaves it open when the server reads its memory for the last
@@ -41,8 +45,8 @@ class KvMemory:
     Write keys and values to arrays of it, and give chunks of these to :meth:`Client.append_kv` with
     ``memory=``: the messages then carry no data, and the server copies it from here. Until the call
     returns the arrays must stay as they are. A call that fails closes the memory, as the server may
-    be about to read it: make another one. (:mod:`attnd.aio` does not wait for the server's word on
-    that: leave the arrays of a call that failed as they are.)
+    be about to read it: make another one. It waits for the server's word on that for a second
+    (:mod:`attnd.aio` does not): until it comes leave the arrays as they are.
     """
 
     def __init__(self, socket: MemorySocket, bytes_: int) -> None:
@@ -71,13 +75,13 @@ class KvMemory:
         """Gives the region back. Its arrays stay readable.
 
         Args:
-            wait: until the server has it, which otherwise is soon: what is written to the arrays
-                from then on is in no sequence.
+            wait: until the server has it, which otherwise is soon, but for a second at most: what is
+                written to the arrays from then on is in no sequence.
         """
         try:
             if wait and not self._socket.ended():
                 with contextlib.suppress(AttndError, OSError):  # the server was faster
-                    self._socket.unregister(self._region.id)
+                    self._socket.unregister(self._region.id, timeout_s=_GIVE_BACK_S)
         finally:
             self._socket.close()
 

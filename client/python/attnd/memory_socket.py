@@ -23,6 +23,7 @@ from attnd.errors import (
     status_code,
 )
 from attnd.v1 import memory_pb2
+from attnd.words import check_machine
 
 #: Where a tensor may begin in a region.
 ALIGNMENT_BYTES = 64
@@ -87,7 +88,9 @@ def memory_socket_of(target: str) -> str:
 def open_memory_socket(
     target: str, path: str | None, timeout_s: float, tenant: str
 ) -> MemorySocket:
-    """A connection to the second socket, at path if that is given, else the target's."""
+    """A connection to the second socket, at path if that is given, else the target's. Raises as
+    :class:`MemorySocket`, and :func:`attnd.words.check_machine`."""
+    check_machine()
     return MemorySocket(memory_socket_of(target) if path is None else path, timeout_s, tenant)
 
 
@@ -161,8 +164,15 @@ class MemorySocket:
                 os.close(descriptor)
         return Region(region.region_id, memory, twin, no_twin)
 
-    def unregister(self, region_id: int) -> None:
-        """No pass or upload may use the region any more; one that does goes on to its end."""
+    def unregister(self, region_id: int, *, timeout_s: float | None = None) -> None:
+        """No pass or upload may use the region any more. A pass that does goes on to its end; what
+        an upload has not copied by then is refused.
+
+        Args:
+            timeout_s: in place of the connection's, of this and all later calls.
+        """
+        if timeout_s is not None:
+            self._socket.settimeout(timeout_s)
         request = memory_pb2.MemoryRequest()
         request.unregister_region.region_id = region_id
         self._call(request)

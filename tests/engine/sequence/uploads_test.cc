@@ -235,24 +235,34 @@ TEST_F(UploadsTest, LeavesAPassItsRoomWhenRefused) {
   EXPECT_NE(sequence_.ExpectedView(0, 100, 400), nullptr);
 }
 
+// The client writes something else as soon as it may: what is taken is what was there before, and
+// nothing if the client was first.
 TEST_F(UploadsTest, MemoryThatWasGivenBackIsNotTaken) {
-  Append(100);
-  const uint64_t used = budget_.used();
-  const Kv kv = RandomKv(shape_, 1000, &random_);
-  NewTokens tokens = engine::test::TokensOf(100, kv);
-  bool kept = false;
-  int asked = 0;
-  const std::function<bool()> is_kept = [&] {
-    ++asked;
-    return kept;
-  };
-  tokens.kept = &is_kept;
-  EXPECT_EQ(sequence_.Append(kWriter, tokens).status().code(), StatusCode::kCancelled);
-  EXPECT_EQ(budget_.used(), used);
-  EXPECT_EQ(Committed(), 100u);
-  kept = true;
-  EXPECT_TRUE(sequence_.Append(kWriter, tokens).ok());
-  EXPECT_EQ(asked, 2);
+  History history(shape_);
+  AppendTo(&sequence_, &history, 100);
+  for (attention::WorkerPool* workers : {&workers_, static_cast<attention::WorkerPool*>(nullptr)}) {
+    for (const bool kept : {false, true}) {
+      const uint64_t used = budget_.used(), length = Committed();
+      const Kv kv = RandomKv(shape_, LongChunk(), &random_);
+      Kv there = kv;
+      const std::function<bool()> is_kept = [&] {
+        std::fill(there.k.bytes.begin(), there.k.bytes.end(), std::byte{1});
+        std::fill(there.v.bytes.begin(), there.v.bytes.end(), std::byte{1});
+        return kept;
+      };
+      NewTokens tokens = engine::test::TokensOf(length, there);
+      tokens.kept = &is_kept;
+      const absl::Status status = sequence_.Append(kWriter, tokens, workers).status();
+      EXPECT_EQ(status.code(), kept ? StatusCode::kOk : StatusCode::kCancelled) << status;
+      if (kept) {
+        history.Append(0, kv);
+      } else {
+        EXPECT_EQ(budget_.used(), used);
+      }
+      EXPECT_EQ(Committed(), history.committed());
+      EXPECT_TRUE(Holds(*View(), history));
+    }
+  }
 }
 
 // A tail that begins in the middle of a block, as segments reach up to there.
@@ -264,6 +274,7 @@ TEST(TailTest, HasNoBlocksForNothing) {
   tail.AddBlocks(*blocks);
   EXPECT_TRUE(tail.DropFrom(65));
   EXPECT_EQ(tail.blocks().size(), 2u);
+  EXPECT_EQ(tail.blocks().capacity(), 2u);
   EXPECT_TRUE(tail.DropFrom(10));
   EXPECT_TRUE(tail.blocks().empty());
 }
@@ -271,7 +282,7 @@ TEST(TailTest, HasNoBlocksForNothing) {
 TEST(EngineUploadsTest, LongChunksOfManyHeadsAndLayers) {
   Random random(TestSeed());
   EngineOptions options = SmallOptions();
-  options.index_threads = 3;
+  options.index_threads = 12;
   const auto engine = MakeEngine(options);
   const ModelShape shape = MakeShape(2, 8, 4, 64, 32, DType::kBf16);
   TestSequence sequence = OpenSequence(engine.get(), shape);
@@ -280,6 +291,23 @@ TEST(EngineUploadsTest, LongChunksOfManyHeadsAndLayers) {
       ASSERT_TRUE(AppendNext(&sequence, layer, RandomKv(shape, tokens, &random)).ok());
     }
     EXPECT_TRUE(MatchesModel(&sequence, &random));
+  }
+}
+
+// Not that its numbers are bad: they are not those that were sent.
+TEST(EngineUploadsTest, MemoryThatWasGivenBackIsSaidToBe) {
+  Random random(TestSeed());
+  const auto engine = MakeEngine(SmallOptions());
+  const ModelShape shape = MakeShape(1, 1, 1, 64, 64, DType::kFp32);
+  TestSequence sequence = OpenSequence(engine.get(), shape);
+  Kv kv = RandomKv(shape, 100, &random);
+  kv.v.Set(55, std::numeric_limits<float>::infinity());
+  AppendChunk chunk = ChunkOf(0, 0, kv);
+  const std::function<bool()> given_back = [] { return false; };
+  for (const bool shared : {true, false}) {
+    chunk.kept = shared ? &given_back : nullptr;
+    EXPECT_EQ(engine->Append(kTenant, kWriter, sequence.id, chunk).code(),
+              shared ? StatusCode::kCancelled : StatusCode::kInvalidArgument);
   }
 }
 
