@@ -346,7 +346,7 @@ TEST_F(ProcessTest, ASecondSignalLeavesAtOnce) {
   const auto start = Clock::now();
   process->Signal(SIGTERM);
   EXPECT_EQ(process->Wait(10s), 128 + SIGTERM) << process->Log();
-  EXPECT_LT(Clock::now() - start, 1s);
+  EXPECT_LT(Clock::now() - start, 3s);  // in order it takes five
 }
 
 }  // namespace
