@@ -387,7 +387,7 @@ def test_an_interrupt_leaves_no_kernel(targets, gpu, monkeypatch, endings):
 @pytest.mark.parametrize(
     ("call", "number"),
     [(call, 0) for call in ("map", "words", "launch", "synchronize")]
-    # A try makes its words once: of a second there are some if the server has no place for the first.
+    # A try makes its words once; there is a second if the server has no place for the first.
     + [(call, 1) for call in ("map", "launch", "synchronize")],
 )
 def test_calls_that_cuda_refuses(targets, gpu, call, number):

@@ -170,7 +170,8 @@ async def _uploaded_by_asyncio(target):  # noqa: F811
         sequence = (await client.open_sequence(case.model, policy="dense")).sequence_id
         with await client.kv_memory(1 << 20) as memory:
             for layer in range(2):
-                k, v = in_memory(memory, case.k[layer], 0), in_memory(memory, case.v[layer], 1 << 19)
+                k = in_memory(memory, case.k[layer], 0)
+                v = in_memory(memory, case.v[layer], 1 << 19)
                 await client.append_kv(sequence, [attnd.KvChunk(layer, 0, k, v)], memory=memory)
             assert not memory.ended()
             with pytest.raises(attnd.AlreadyExistsError):
@@ -221,9 +222,10 @@ def test_a_server_that_does_not_answer(tmp_path):
     """The call's own time holds, and a second more, whatever the client's is."""
     require_program()
     case = Case.random(64)
-    with live_server.to_be_ended(tmp_path, "--allow-client-memory") as (target, server):
-        with attnd.Client(target, timeout_s=60) as client:
+    with live_server.to_be_ended(tmp_path, "--allow-client-memory") as (address, server):
+        with attnd.Client(address, timeout_s=60) as client:
             sequence = client.open_sequence(case.model).sequence_id
+            assert client.max_message_bytes > 0  # asked once, in the client's time
             memory = client.kv_memory(1 << 18)
             k, v = in_memory(memory, case.k[0], 0), in_memory(memory, case.v[0], 1 << 17)
             server.send_signal(signal.SIGSTOP)

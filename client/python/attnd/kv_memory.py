@@ -17,7 +17,6 @@ from attnd.memory_socket import ALIGNMENT_BYTES, MemorySocket
 from attnd.tensors import Array, as_dtype
 from attnd.v1 import attnd_pb2
 
-
 # So long a failed upload waits for a server that may be what it failed of.
 _GIVE_BACK_S = 1.0
 
@@ -75,8 +74,8 @@ class KvMemory:
         """Gives the region back. Its arrays stay readable.
 
         Args:
-            wait: until the server has it, which otherwise is soon, but for a second at most: what is
-                written to the arrays from then on is in no sequence.
+            wait: until the server has it, which otherwise is soon, but for a second at most: what
+                is written to the arrays from then on is in no sequence.
         """
         try:
             if wait and not self._socket.ended():
