@@ -57,7 +57,7 @@ std::vector<float> GroupMagnitudes(const ModelShape& shape, const ObservedLayer&
 
 absl::Status EngineImpl::Append(absl::string_view tenant, WriterId writer, uint64_t sequence_id,
                                 const AppendChunk& chunk) {
-  const absl::Status status =
+  absl::Status status =
       WithinMemory([&] { return AppendChecked(tenant, writer, sequence_id, chunk); });
   // Whatever was wrong with it, it was not what its client had sent.
   if (!status.ok() && chunk.kept != nullptr && !(*chunk.kept)()) return NotKept();
