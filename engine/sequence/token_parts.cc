@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "absl/status/status.h"
+#include "attention/segment/pages.h"
 #include "common/status.h"
 #include "engine/sequence/latent_values.h"
 #include "engine/sequence/magnitude.h"
@@ -14,6 +15,7 @@ namespace attnd::engine {
 namespace {
 
 using attention::kTailBlockTokens;
+using attention::PageGeometry;
 
 // Of keys and values of a part, if a tail block has no more: half of the second-level cache of a
 // server's smaller cores.
@@ -21,12 +23,14 @@ constexpr size_t kPartBytes = size_t{512} << 10;
 
 // Bytes of a token; no values of a latent model.
 size_t KeyBytes(const ModelShape& shape) {
-  return size_t{shape.kv_heads} * shape.head_dim * DTypeBytes(shape.dtype);
+  return shape.kv_heads * PageGeometry(shape).key_row_bytes;
 }
 
 size_t ValueBytes(const ModelShape& shape) {
-  return shape.latent ? 0 : size_t{shape.kv_heads} * shape.value_dim * DTypeBytes(shape.dtype);
+  return shape.kv_heads * PageGeometry(shape).value_row_bytes;
 }
+
+size_t TokenBytes(const ModelShape& shape) { return size_t{shape.kv_heads} * shape.token_bytes(); }
 
 // `count` tokens behind the first `skip`.
 NewTokens Slice(const ModelShape& shape, const NewTokens& tokens, uint64_t skip, uint64_t count) {
@@ -43,7 +47,7 @@ NewTokens Slice(const ModelShape& shape, const NewTokens& tokens, uint64_t skip,
 }  // namespace
 
 uint64_t TokenParts::PartTokens(const ModelShape& shape) {
-  const size_t block_bytes = kTailBlockTokens * (KeyBytes(shape) + ValueBytes(shape));
+  const size_t block_bytes = kTailBlockTokens * TokenBytes(shape);
   return std::max<uint64_t>(kPartBytes / block_bytes, 1) * kTailBlockTokens;
 }
 
@@ -51,7 +55,7 @@ TokenParts::TokenParts(const ModelShape& shape, const NewTokens& tokens)
     : shape_(shape), tokens_(tokens), part_tokens_(PartTokens(shape)) {
   if (tokens.kept == nullptr) return;
   const uint64_t most = std::min(tokens.tokens, part_tokens_);
-  copy_ = std::make_unique_for_overwrite<std::byte[]>(most * (KeyBytes(shape) + ValueBytes(shape)));
+  copy_ = std::make_unique_for_overwrite<std::byte[]>(most * TokenBytes(shape));
 }
 
 absl::StatusOr<NewTokens> TokenParts::Next() {

@@ -68,7 +68,7 @@ def model_of(case: int, shape: attnd.ModelShape) -> attnd.Model:
 
 def room_of(tokens: int, shape: attnd.ModelShape) -> int:
     """Bytes for so many tokens' keys and values in all layers, each beginning where it may."""
-    token_bytes = shape.kv_heads * (shape.head_dim + (shape.value_dim or shape.head_dim)) * 4
+    token_bytes = shape.kv_heads * (shape.head_dim + shape.value_elements) * 4
     return shape.layers * (tokens * token_bytes + 2 * ALIGNMENT_BYTES)
 
 

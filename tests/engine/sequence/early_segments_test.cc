@@ -35,7 +35,8 @@ class EarlySegmentsTest : public SequenceFixture {
   void StepBy(Sequence* sequence, History* history, uint64_t tokens) {
     for (const uint64_t part : {tokens - 1, uint64_t{1}}) {
       const Kv kv = RandomKv(shape_, part, &random_);
-      ASSERT_TRUE(sequence->AppendAndRead(kWriter, TokensOf(history->committed(), kv), 1.0f).ok());
+      ASSERT_TRUE(
+          sequence->AppendAndRead(kWriter, StepTokensOf(history->committed(), kv), 1.0f).ok());
       history->Append(0, kv);
     }
   }
@@ -268,7 +269,7 @@ TEST_F(EarlySegmentsTest, LeaveRepeatsOfStepsToTheTail) {
        {uint64_t{kFirst}, uint64_t{kFirst + kEarly - 1}, uint64_t{kFirst + 2 * kEarly - 1},
         uint64_t{kFirst + 2 * kEarly}}) {
     const Kv again = history_.Slice(0, position, 1);
-    const auto snapshot = sequence_.AppendAndRead(kWriter, TokensOf(position, again), 1.0f);
+    const auto snapshot = sequence_.AppendAndRead(kWriter, StepTokensOf(position, again), 1.0f);
     ASSERT_TRUE(snapshot.ok()) << snapshot.status();
     EXPECT_EQ(snapshot->new_tokens, 0u);
     EXPECT_LE(snapshot->view->tail_begin, position);

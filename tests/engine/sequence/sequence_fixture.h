@@ -23,6 +23,16 @@
 
 namespace attnd::engine::test {
 
+// Tokens of an upload: nobody has looked at their keys yet.
+inline NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
+  NewTokens tokens;
+  tokens.first_position = first_position;
+  tokens.tokens = kv.tokens;
+  tokens.keys = kv.k.bytes.data();
+  tokens.values = kv.latent ? nullptr : kv.v.bytes.data();
+  return tokens;
+}
+
 class SequenceFixture : public testing::Test {
  protected:
   explicit SequenceFixture(attention::IndexSet indexes) : indexes_(indexes) {}
@@ -33,17 +43,13 @@ class SequenceFixture : public testing::Test {
     args.indexes = indexes_;
     return args;
   }
-  // Valid until the next call.
-  NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
+  // Tokens of a step, of whose keys the greatest are known. Valid until the next call.
+  NewTokens StepTokensOf(uint64_t first_position, const Kv& kv) {
     key_magnitudes_.clear();
     BlockMagnitudes(shape_.dtype, kv.k.bytes.data(), first_position, kv.tokens, shape_.head_dim,
                     &key_magnitudes_);
-    NewTokens next;
+    NewTokens next = TokensOf(first_position, kv);
     next.key_magnitudes = key_magnitudes_;
-    next.first_position = first_position;
-    next.tokens = kv.tokens;
-    next.keys = kv.k.bytes.data();
-    next.values = kv.v.bytes.data();
     return next;
   }
   void Append(uint64_t tokens) {

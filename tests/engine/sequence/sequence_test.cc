@@ -62,13 +62,14 @@ TEST_F(SequenceTest, ASegmentLeavesTheWindowAlone) {
 // whole.
 TEST_F(SequenceTest, AWholePromptNeedsNoRepeats) {
   const Kv kv = RandomKv(shape_, 700, &random_);
-  ASSERT_TRUE(sequence_.AppendAndRead(kWriter, TokensOf(0, kv), 1.0f).ok());
+  ASSERT_TRUE(sequence_.AppendAndRead(kWriter, StepTokensOf(0, kv), 1.0f).ok());
   EXPECT_FALSE(sequence_.HasSegment(512));
   EXPECT_EQ(sequence_.CompletePrefill(kWriter + 1).code(), absl::StatusCode::kAborted);
   EXPECT_FALSE(sequence_.HasSegment(512));
   EXPECT_TRUE(sequence_.CompletePrefill(kWriter).ok());
   EXPECT_TRUE(sequence_.HasSegment(512));
-  ASSERT_TRUE(sequence_.AppendAndRead(kWriter, TokensOf(0, kv), 1.0f).ok());  // still in the tail
+  ASSERT_TRUE(
+      sequence_.AppendAndRead(kWriter, StepTokensOf(0, kv), 1.0f).ok());  // still in the tail
   EXPECT_FALSE(sequence_.HasSegment(512));
 }
 
@@ -167,16 +168,16 @@ TEST_F(SequenceTest, ASegmentWaitsForARepeatedStep) {
   History history(shape_);
   AppendTo(&sequence, &history, 500);
   const Kv step = RandomKv(shape_, 100, &random_);
-  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(500, step), 1.0f).ok());
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, StepTokensOf(500, step), 1.0f).ok());
   const Kv next = RandomKv(shape_, 1, &random_);
-  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(600, next), 1.0f).ok());
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, StepTokensOf(600, next), 1.0f).ok());
   const std::optional<SegmentJob> job = sequence.NextSegment(512, 600);
   ASSERT_TRUE(job.has_value());
   const auto segment = Build(*job);
-  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(500, step), 1.0f).ok());
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, StepTokensOf(500, step), 1.0f).ok());
   EXPECT_FALSE(sequence.Install(*job, segment));
-  EXPECT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(500, step), 1.0f).ok());
-  ASSERT_TRUE(sequence.AppendAndRead(kWriter, TokensOf(600, next), 1.0f).ok());
+  EXPECT_TRUE(sequence.AppendAndRead(kWriter, StepTokensOf(500, step), 1.0f).ok());
+  ASSERT_TRUE(sequence.AppendAndRead(kWriter, StepTokensOf(600, next), 1.0f).ok());
   EXPECT_TRUE(sequence.Install(*job, segment));
 }
 

@@ -36,15 +36,6 @@ using testing::HasSubstr;
 
 const std::function<bool()> kKept = [] { return true; };
 
-NewTokens TokensOf(uint64_t first_position, const Kv& kv) {
-  NewTokens tokens;
-  tokens.first_position = first_position;
-  tokens.tokens = kv.tokens;
-  tokens.keys = kv.k.bytes.data();
-  tokens.values = kv.latent ? nullptr : kv.v.bytes.data();
-  return tokens;
-}
-
 // Expects the parts of a run to be its tokens, from `skip` of the chunk on, and their magnitudes
 // those of their blocks.
 void ExpectParts(const ModelShape& shape, const Kv& kv, uint64_t skip, const NewTokens& run) {
@@ -135,8 +126,8 @@ TEST_F(UploadsTest, ThreadsWriteWhatOneWrites) {
     kv.k.Append(more.k);
     kv.v.Append(more.v);
     kv.tokens += more.tokens;
-    const auto appended = sequence_.Append(
-        kWriter, engine::test::TokensOf(Committed() - repeated, kv), threads ? &workers_ : nullptr);
+    const auto appended = sequence_.Append(kWriter, TokensOf(Committed() - repeated, kv),
+                                           threads ? &workers_ : nullptr);
     ASSERT_TRUE(appended.ok()) << appended.status();
     EXPECT_EQ(*appended, more.tokens);
     history.Append(0, more);
@@ -151,7 +142,7 @@ TEST_F(UploadsTest, ALargeKeyIsItsBlocks) {
     const uint64_t token = kTailBlockTokens + random_.Below(kv.tokens - kTailBlockTokens);
     kv.k.Set(token * shape_.head_dim + 3, 1e15f);
     const float query = 10 / shape_.softmax_scale / static_cast<float>(shape_.head_dim) * 1e3f;
-    ASSERT_TRUE(sequence.Append(kWriter, engine::test::TokensOf(0, kv), &workers_).ok());
+    ASSERT_TRUE(sequence.Append(kWriter, TokensOf(0, kv), &workers_).ok());
     EXPECT_EQ(sequence.Read(0, kv.tokens, query).status().code(), StatusCode::kOutOfRange);
     const uint64_t before = token / kTailBlockTokens * kTailBlockTokens;
     ASSERT_TRUE(sequence.Truncate(before + kTailBlockTokens).ok());
@@ -168,7 +159,7 @@ TEST_F(UploadsTest, ABadNumberLeavesNothing) {
   const uint64_t part = TokenParts::PartTokens(shape_);
   Kv kv = RandomKv(shape_, LongChunk(), &random_);
   const auto append = [&](attention::WorkerPool* workers) {
-    return sequence_.Append(kWriter, engine::test::TokensOf(37, kv), workers).status();
+    return sequence_.Append(kWriter, TokensOf(37, kv), workers).status();
   };
   for (const uint64_t token : {uint64_t{0}, part - 38, part - 37, 3 * part, kv.tokens - 1}) {
     for (const bool key : {true, false}) {
@@ -200,17 +191,17 @@ TEST_F(UploadsTest, FollowsWhatAPassGaveUp) {
     AppendTo(&sequence, &history, 100);
     ASSERT_TRUE(sequence.BeginPass(kWriter, 100, 20).ok());
     const Kv given_up = RandomKv(shape_, 20, &random_);
-    NewTokens tokens = engine::test::TokensOf(100, given_up);
+    NewTokens tokens = StepTokensOf(100, given_up);
     tokens.of_pass = true;
     const auto read = sequence.AppendAndRead(kWriter, tokens, 0);
     ASSERT_TRUE(read.ok());
     sequence.GiveUpPass(kWriter);
     const uint64_t used = budget_.used();
     const Kv all = history.Slice(0, 0, 100);
-    ASSERT_TRUE(sequence.Append(kWriter, engine::test::TokensOf(0, all)).ok());
+    ASSERT_TRUE(sequence.Append(kWriter, TokensOf(0, all)).ok());
     EXPECT_EQ(budget_.used(), used) << "a repeat takes no other block";
     const Kv more = same ? given_up : RandomKv(shape_, 20, &random_);
-    tokens = engine::test::TokensOf(100, more);
+    tokens = TokensOf(100, more);
     tokens.kept = &kKept;
     ASSERT_TRUE(sequence.Append(kWriter, tokens).ok());
     history.Append(0, more);
@@ -229,7 +220,7 @@ TEST_F(UploadsTest, LeavesAPassItsRoomWhenRefused) {
   const uint64_t used = budget_.used();
   Kv kv = RandomKv(shape_, 1000, &random_);
   kv.v.Set(77, std::numeric_limits<float>::infinity());
-  EXPECT_EQ(sequence_.Append(kWriter, engine::test::TokensOf(100, kv)).status().code(),
+  EXPECT_EQ(sequence_.Append(kWriter, TokensOf(100, kv)).status().code(),
             StatusCode::kInvalidArgument);
   EXPECT_EQ(budget_.used(), used);
   EXPECT_NE(sequence_.ExpectedView(0, 100, 400), nullptr);
@@ -250,7 +241,7 @@ TEST_F(UploadsTest, MemoryThatWasGivenBackIsNotTaken) {
         std::fill(there.v.bytes.begin(), there.v.bytes.end(), std::byte{1});
         return kept;
       };
-      NewTokens tokens = engine::test::TokensOf(length, there);
+      NewTokens tokens = TokensOf(length, there);
       tokens.kept = &is_kept;
       const absl::Status status = sequence_.Append(kWriter, tokens, workers).status();
       EXPECT_EQ(status.code(), kept ? StatusCode::kOk : StatusCode::kCancelled) << status;
@@ -346,7 +337,7 @@ TEST_F(UploadsTest, WhateverIsWrittenMeanwhile) {
   for (int round = 0; round < 120; ++round) {
     bad.store(round >= 60);
     Sequence sequence(2, "", ArgsFor(PolicyOf("dense")), 1 << 20, &budget_);
-    NewTokens chunk = engine::test::TokensOf(0, kv);
+    NewTokens chunk = TokensOf(0, kv);
     chunk.kept = &kKept;
     const auto appended = sequence.Append(kWriter, chunk, round % 2 == 0 ? &workers_ : nullptr);
     if (!appended.ok()) {
