@@ -113,6 +113,8 @@ def generate(model: Any, ids: torch.Tensor, cache: Cache, new_tokens: int) -> An
         model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
     if isinstance(cache, attnd.transformers.AttndCache):
         cache.end_prompt()
+    if ids.is_cuda:
+        torch.cuda.synchronize()  # local attention has only been launched
     prompt_done = time.monotonic()
     answer = model.generate(
         ids,

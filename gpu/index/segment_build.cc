@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "absl/cleanup/cleanup.h"
 #include "common/status.h"
 #include "gpu/layout/index_offsets.h"
 
@@ -65,14 +66,23 @@ std::byte* SegmentBuild::BlockAt(uint64_t b, uint32_t layer) const {
 
 absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
   ATTND_RETURN_IF_ERROR(TakeMemory());
-  for (uint32_t first = 0; first < shape_.layers; first += layers_at_once_) {
+  // Whatever ends it: the memory of layers that the device still builds is not given back.
+  const absl::Cleanup idle = [this] { context_->Flush().IgnoreError(); };
+  uint32_t fetched = 0, taken = 0;
+  while (fetched < shape_.layers) {
     ATTND_RETURN_IF_ERROR(proceed());
-    const uint32_t count = std::min(layers_at_once_, shape_.layers - first);
-    first_layer_ = first;
-    ATTND_RETURN_IF_ERROR(OfDevice(UploadLayers(first, count)));
-    ATTND_RETURN_IF_ERROR(OfDevice(BuildLayers(first, count)));
-    ATTND_RETURN_IF_ERROR(TakeLayers(first, count));
+    const uint32_t count = std::min(layers_at_once_, shape_.layers - fetched);
+    first_layer_ = fetched;
+    ATTND_RETURN_IF_ERROR(OfDevice(UploadLayers(fetched, count)));
+    ATTND_RETURN_IF_ERROR(OfDevice(StartLayers(fetched, count)));
+    // Beside the device, which builds these layers.
+    const absl::Status before = TakeLayers(taken, fetched - taken);
+    taken = fetched;
+    ATTND_RETURN_IF_ERROR(OfDevice(FetchLayers(fetched, count)));
+    ATTND_RETURN_IF_ERROR(before);
+    fetched += count;
   }
+  ATTND_RETURN_IF_ERROR(TakeLayers(taken, fetched - taken));
   if (!stays()) return absl::OkStatus();
   // Only now: a segment that is given up will be built by others, with other clusters.
   for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
@@ -186,25 +196,27 @@ uint64_t SegmentBuild::WriteJobs(uint32_t first, uint32_t count) {
   return count * JobBytes();
 }
 
-absl::Status SegmentBuild::BuildLayers(uint32_t first, uint32_t count) {
+absl::Status SegmentBuild::StartLayers(uint32_t first, uint32_t count) {
   ATTND_RETURN_IF_ERROR(context_->SendInput(WriteJobs(first, count)));
   const auto* device_jobs = reinterpret_cast<const IndexJob*>(context_->device_input());
-  ATTND_RETURN_IF_ERROR(context_->stream().BuildIndexes(
-      KernelShapeOf(shape_), first_job_, device_jobs, count, context_->device_scratch()));
-  return FetchLayers(first, count);
+  return context_->stream().BuildIndexes(KernelShapeOf(shape_), first_job_, device_jobs, count,
+                                         context_->device_scratch());
 }
 
-// In pieces of as many heads as the result buffer holds: a layer's index may be larger than that.
+// When they are built. In pieces of as many heads as the result buffer holds: a layer's index may
+// be larger than that.
 absl::Status SegmentBuild::FetchLayers(uint32_t first, uint32_t count) {
   const uint64_t head_bytes = builder_->segment().layout().head_bytes;
-  const uint64_t heads = uint64_t{count} * shape_.kv_heads, at_once = HeadsFetchedAtOnce();
+  const uint64_t heads = uint64_t{count} * shape_.kv_heads;
   const std::byte* from = IndexAt(first);
   std::byte* to = builder_->index_head(first, 0);
-  for (uint64_t head = 0; head < heads; head += at_once) {
-    const uint64_t bytes = std::min(at_once, heads - head) * head_bytes;
-    ATTND_RETURN_IF_ERROR(context_->Fetch(from + head * head_bytes, bytes));
+  for (uint64_t head = 0; head < heads; head += HeadsFetchedAtOnce()) {
+    const uint64_t fetched = std::min(HeadsFetchedAtOnce(), heads - head);
+    ATTND_RETURN_IF_ERROR(context_->Fetch(from + head * head_bytes, fetched * head_bytes));
     ATTND_RETURN_IF_ERROR(context_->Synchronize());
-    std::memcpy(to + head * head_bytes, context_->results(), bytes);
+    workers_->ForEach(fetched, [&](size_t i) {
+      std::memcpy(to + (head + i) * head_bytes, context_->results() + i * head_bytes, head_bytes);
+    });
   }
   return absl::OkStatus();
 }

@@ -48,7 +48,7 @@ class SegmentBuild {
   uint64_t HeadsFetchedAtOnce() const;
   absl::Status UploadLayers(uint32_t first, uint32_t count);
   uint64_t WriteJobs(uint32_t first, uint32_t count);
-  absl::Status BuildLayers(uint32_t first, uint32_t count);
+  absl::Status StartLayers(uint32_t first, uint32_t count);
   absl::Status FetchLayers(uint32_t first, uint32_t count);
   absl::Status TakeLayers(uint32_t first, uint32_t count);
   // Notes whether an error of the device makes it unusable; returns the status.

@@ -157,14 +157,16 @@ def test_without_room_prompts_are_messages(parts, caplog, monkeypatch):
 
 
 def test_an_upload_that_fails_takes_its_memory_along(target, parts, monkeypatch):
-    """The server may still read it."""
+    """The server may still read it. What was queued behind the part that failed is not sent: it
+    would leave a gap, and the memory may be another's by then."""
     made = connections(monkeypatch)
     model, ids = load(TINY[0]), prompt(TINY[0], 1, 60)
     append = attnd.Client.append_kv
-    failing = threading.Event()
+    failing, failed = threading.Event(), []
 
     def fail(client, sequence, chunks, **options):
         if failing.is_set():
+            failed.append(chunks)
             options["memory"].close()  # as Client.append_kv does
             raise attnd.UnavailableError(grpc.StatusCode.UNAVAILABLE, "planted")
         return append(client, sequence, chunks, **options)
@@ -176,7 +178,7 @@ def test_an_upload_that_fails_takes_its_memory_along(target, parts, monkeypatch)
             with pytest.raises(attnd.UnavailableError, match="planted"):
                 model(ids, past_key_values=cache)
                 cache.end_prompt()
-        assert made[0].ended()
+        assert made[0].ended() and len(failed) == 1
         failing.clear()
         with attachment.new_cache() as cache:
             assert torch.equal(generate(model, ids, cache).sequences, local_of(model, ids))

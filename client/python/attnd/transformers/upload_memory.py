@@ -15,9 +15,9 @@ from attnd.transformers.regions import OneWarning
 
 _LOGGER = logging.getLogger(__name__)
 # Parts of a prompt that are under way at once: while the server takes one the next is written.
-PARTS = 4
-# Of a part, keys and values together.
-PART_BYTES = 32 << 20
+PARTS = 2
+# Of a part, keys and values together, and their alignment.
+PART_BYTES = (32 << 20) + 64
 # Memories whose unmapping CUDA has refused: they must not go, as it would take what lies there
 # later for them.
 _kept: list[KvMemory] = []
