@@ -36,6 +36,15 @@ namespace attnd::attention {
 
 class Backend;
 
+// What is to be built of a segment: all heads of layers [first_layer, end_layer).
+struct SegmentPart {
+  uint32_t first_layer = 0;
+  uint32_t end_layer = 0;
+  // Whether a client waits for it, as at a prompt's end; else all other work may go first.
+  bool awaited = false;
+  uint32_t layers() const { return end_layer - first_layer; }
+};
+
 // What a sequence consists of at one moment. Immutable; a holder of a view pins every page in it,
 // so a backend that works asynchronously keeps a reference until the device is done with the step.
 struct SequenceView {
@@ -340,11 +349,12 @@ class Backend {
   // Fills out, lse and stats of every row without a fault. A row's answer does not depend on the
   // other rows, bit for bit. On error the buffers' content is undefined.
   virtual absl::Status Step(const StepRequest& request) = 0;
-  // Builds all heads of a segment of which nothing is built yet. Calls `proceed` between pieces of
-  // work of some milliseconds; `proceed` may wait, and the building ends with its error if it is
-  // not OK. After any error HeadBuilders may build the segment instead. Unimplemented if the
-  // backend builds no segments.
-  virtual absl::Status BuildSegment(SegmentBuilder* /*segment*/,
+  // Builds a part of a segment, of which nothing is built yet; other layers need not have the
+  // segment's tokens. Calls `proceed` between pieces of work of some milliseconds; `proceed` may
+  // wait, and the building ends with its error if it is not OK. After any error nothing of the part
+  // is built; HeadBuilders may build the segment instead if no other part of it is. Unimplemented
+  // if the backend builds no segments.
+  virtual absl::Status BuildSegment(SegmentBuilder* /*segment*/, SegmentPart /*part*/,
                                     absl::FunctionRef<absl::Status()> /*proceed*/) {
     return absl::UnimplementedError("this backend builds no segments");
   }

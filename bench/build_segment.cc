@@ -34,7 +34,8 @@ void BuildHeads(SegmentBuilder* builder, uint32_t threads) {
 // Whether the device has built the segment, as it does for an engine.
 bool BuildOn(attention::Backend* device, SegmentBuilder* builder) {
   if (device == nullptr) return false;
-  const absl::Status built = device->BuildSegment(builder, [] { return absl::OkStatus(); });
+  const absl::Status built = device->BuildSegment(builder, {0, builder->view().shape.layers, true},
+                                                  [] { return absl::OkStatus(); });
   if (built.ok()) return true;
   if (!absl::IsUnimplemented(built)) {
     std::fprintf(stderr, "the CPU builds a segment, as the device does not: %s\n",

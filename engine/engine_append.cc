@@ -99,6 +99,7 @@ absl::Status EngineImpl::AppendChecked(absl::string_view tenant, WriterId writer
   }
   ATTND_RETURN_IF_ERROR(appended.status());
   if (chunk.layer == 0) ReportAppended(*appended, /*prefill=*/true);
+  segmenter_.OnUploaded(sequence.shared, chunk.prompt_tokens);
   const bool committed = chunk.layer + 1 == shape.layers;
   if (archive_ != nullptr && committed && InUse(kSegmentsMeanwhile)) {
     segmenter_.OnGrown(sequence.shared);

@@ -99,6 +99,7 @@ struct AppendChunk {
   TensorView k;                         // [tokens, kv_heads, head_dim]
   TensorView v;                         // [tokens, kv_heads, value_dim]; none of a latent model
   std::span<const uint32_t> token_ids;  // none or [tokens]
+  uint64_t prompt_tokens = 0;           // of the sequence at the prompt's end; 0: not known
   // Set if others may write to k and v: then a copy is checked and appended, and this asked, once
   // it is made, whether they have been kept as they were (Cancelled if not). Null: nobody may.
   const std::function<bool()>* kept = nullptr;

@@ -117,5 +117,7 @@ def upload(
                 attnd.as_torch(array).copy_(tensor)
             for layer in part.layers:
                 chunk = attnd.KvChunk(layer, part.first, *arrays)
-                client.append_kv(sequence, [chunk], memory=memory)
+                client.append_kv(
+                    sequence, [chunk], memory=memory, prompt_tokens=options.prompt_tokens
+                )
     return client.append_kv(sequence, [], prefill_complete=True)

@@ -86,10 +86,10 @@ class AutoBackend : public Backend {
     return devices ? device_->Prepare(request, turn) : nullptr;
   }
 
-  absl::Status BuildSegment(SegmentBuilder* segment,
+  absl::Status BuildSegment(SegmentBuilder* segment, attention::SegmentPart part,
                             absl::FunctionRef<absl::Status()> proceed) override {
     Backend* const owner = HasOnDevice(segment->view()) ? device_.get() : cpu_.get();
-    return owner->BuildSegment(segment, proceed);
+    return owner->BuildSegment(segment, part, proceed);
   }
 
  private:

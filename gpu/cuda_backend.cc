@@ -94,8 +94,11 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   resources.store =
       std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index), on_fault);
   for (uint64_t i = 0; i < contexts; ++i) {
-    const StreamUse use = i < options.streams ? StreamUse::kSteps : StreamUse::kBackground;
-    ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), use, room, counts));
+    const bool builds = i == options.streams;
+    const std::vector<StreamUse> uses =
+        builds ? std::vector{StreamUse::kBackground, StreamUse::kAwaitedBuilds}
+               : std::vector{StreamUse::kSteps};
+    ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), uses, room, counts));
     resources.contexts.push_back(std::move(context));
   }
   return resources;
@@ -298,7 +301,7 @@ class CudaBackend : public Backend {
     }
   }
 
-  absl::Status BuildSegment(attention::SegmentBuilder* segment,
+  absl::Status BuildSegment(attention::SegmentBuilder* segment, attention::SegmentPart part,
                             absl::FunctionRef<absl::Status()> proceed) override {
     ATTND_RETURN_IF_ERROR(Supports(segment->view().shape));
     ATTND_RETURN_IF_ERROR(Supports(segment->view().indexes));
@@ -311,7 +314,8 @@ class CudaBackend : public Backend {
                              return proceed();
                            }));
     ATTND_RETURN_IF_ERROR(Health());
-    SegmentBuild build(segment, store_.get(), context.get(), &workers_);
+    context.get()->UseStream(part.awaited ? StreamUse::kAwaitedBuilds : StreamUse::kBackground);
+    SegmentBuild build(segment, part, store_.get(), context.get(), &workers_);
     absl::Status status = build.Run(proceed);
     if (build.device_failed()) Degrade(status);
     return status;

@@ -67,6 +67,7 @@ absl::StatusOr<Chunker> Chunker::Create(uint64_t sequence_id, const v1::ModelSha
   chunker.blocks_ = blocks;
   chunker.token_ids_ = token_ids;
   chunker.prefill_complete_ = options.prefill_complete;
+  chunker.prompt_tokens_ = options.prompt_tokens;
   const uint64_t head_bytes = ElementBytes(shape.dtype()) * shape.kv_heads();
   chunker.k_token_bytes_ = head_bytes * shape.head_dim();
   chunker.v_token_bytes_ = head_bytes * ValueDim(shape);
@@ -141,6 +142,7 @@ bool Chunker::Next(v1::AppendKvRequest* message) {
   }
   complete_ = block_ == blocks_.size();
   message->set_prefill_complete(complete_ && prefill_complete_);
+  message->set_prompt_tokens(prompt_tokens_);
   return true;
 }
 

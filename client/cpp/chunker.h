@@ -39,6 +39,7 @@ class Chunker {
   std::span<const KvBlock> blocks_;
   std::span<const uint32_t> token_ids_;  // those not yet sent
   bool prefill_complete_ = false;
+  uint64_t prompt_tokens_ = 0;
   uint64_t k_token_bytes_ = 0;  // of one token, all heads
   uint64_t v_token_bytes_ = 0;  // 0 if the model is latent
   uint64_t chunk_tokens_ = 0;

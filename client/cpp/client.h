@@ -65,6 +65,9 @@ struct ClientRegion;
 struct AppendOptions {
   // Says that every layer is there: the server segments the prompt before it answers.
   bool prefill_complete = true;
+  // What the sequence will have at the prompt's end; 0: not known (proto,
+  // AppendKvRequest.prompt_tokens).
+  uint64_t prompt_tokens = 0;
   // A message stands for about so many bytes of keys and values, at least one token; below the
   // server's max_message_bytes. With `memory` 32 MiB are faster.
   uint64_t chunk_bytes = uint64_t{4} << 20;

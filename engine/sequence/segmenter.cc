@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "common/start_thread.h"
 #include "common/status.h"
@@ -47,35 +48,18 @@ absl::Status NoMemory() {
 
 }  // namespace
 
-void StepGate::Leave() {
-  if (steps_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
-      yielding_.load(std::memory_order_seq_cst) != 0) {
-    MutexLock lock(mutex_);
-    idle_.NotifyAll();
-  }
-}
-
-void StepGate::YieldToSteps() {
-  if (steps_.load(std::memory_order_relaxed) == 0) return;
-  const auto end = std::chrono::steady_clock::now() + kYieldMax;
-  yielding_.fetch_add(1, std::memory_order_seq_cst);
-  {
-    MutexLock lock(mutex_);
-    while (steps_.load(std::memory_order_seq_cst) != 0) {
-      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(
-          end - std::chrono::steady_clock::now());
-      if (left.count() <= 0) break;
-      idle_.WaitFor(mutex_, left);
-    }
-  }
-  yielding_.fetch_sub(1, std::memory_order_relaxed);
-}
-
 Segmenter::Segmenter(const Options& options, attention::Backend* backend, MemoryBudget* budget,
                      StepGate* gate, EventListener* listener)
-    : options_(options), backend_(backend), budget_(budget), gate_(gate), listener_(listener) {}
+    : options_(options),
+      backend_(backend),
+      budget_(budget),
+      gate_(gate),
+      listener_(listener),
+      uploads_({options.segment_tokens, options.copies_allowed}, backend, budget, gate,
+               &next_segment_id_) {}
 
 absl::Status Segmenter::Start() {
+  ATTND_RETURN_IF_ERROR(uploads_.Start());
   ATTND_ASSIGN_OR_RETURN(background_, StartThread("that builds segments in the background",
                                                   [this] { BackgroundLoop(); }));
   return absl::OkStatus();
@@ -116,6 +100,7 @@ const Segmenter::Turn* Segmenter::NextTurn() const {
 }
 
 absl::Status Segmenter::SegmentPrefill(Sequence* sequence, const std::atomic<bool>* cancelled) {
+  const absl::Cleanup forget = [&] { uploads_.Forget(*sequence); };
   return SegmentInTurns(sequence, /*whole_runs=*/false, cancelled);
 }
 
@@ -205,7 +190,7 @@ bool Segmenter::BuildDue(Sequence* sequence) {
   const std::optional<BuildKind> due = sequence->DueBuild(options_.segment_tokens);
   if (!due.has_value()) return false;
   const bool early = due == BuildKind::kEarly;
-  if (early && options_.early_allowed != nullptr && !options_.early_allowed()) {
+  if (early && options_.copies_allowed != nullptr && !options_.copies_allowed()) {
     sequence->DelayBuild(*due);
     return false;
   }
@@ -230,56 +215,73 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
                                           const std::atomic<bool>* cancelled) {
   const auto start = std::chrono::steady_clock::now();
   const bool early = trigger == EventListener::BuildTrigger::kEarly;
+  const bool awaited = trigger == EventListener::BuildTrigger::kPrefill;
   const auto next = [&](uint32_t most) {
     return early ? sequence->NextEarly(most) : sequence->NextSegment(min_tokens, most);
   };
   const uint32_t short_tokens =
       early ? EarlySegments::LeastTokens(sequence->shape()) : options_.segment_tokens;
-  absl::StatusOr<uint32_t> installed = 0;
+  absl::StatusOr<Built> built = Built();
   try {
     std::optional<SegmentJob> job = next(max_tokens);
     if (!job.has_value()) return false;
-    installed = Build(sequence, *job, threads, cancelled);
+    built = Build(sequence, *job, threads, awaited, cancelled);
     // A segment is built beside what it replaces: a shorter one may still find room.
-    if (absl::IsResourceExhausted(installed.status()) && job->tokens > short_tokens) {
+    if (absl::IsResourceExhausted(built.status()) && job->tokens > short_tokens) {
       job = next(short_tokens);
-      if (job.has_value()) installed = Build(sequence, *job, threads, cancelled);
+      if (job.has_value()) built = Build(sequence, *job, threads, awaited, cancelled);
     }
   } catch (const std::bad_alloc&) {
-    installed = NoMemory();
+    built = NoMemory();
   }
   // What was given up because nobody wants it has not failed, nor has a copy that found no memory.
-  const bool failed = !installed.ok() && !early && Wanted(*sequence, cancelled).ok();
-  if (listener_ != nullptr && failed) listener_->OnSegmentBuildFailed(trigger, installed.status());
-  ATTND_RETURN_IF_ERROR(installed.status());
-  if (listener_ != nullptr && *installed > 0) {
-    listener_->OnSegmentBuilt(trigger, *installed, std::chrono::steady_clock::now() - start);
+  const bool failed = !built.ok() && !early && Wanted(*sequence, cancelled).ok();
+  if (listener_ != nullptr && failed) listener_->OnSegmentBuildFailed(trigger, built.status());
+  ATTND_RETURN_IF_ERROR(built.status());
+  if (listener_ != nullptr && built->tokens > 0) {
+    const auto now = std::chrono::steady_clock::now();
+    listener_->OnSegmentBuilt(trigger, built->tokens, now - start + built->earlier);
   }
   return true;
 }
 
-absl::StatusOr<uint32_t> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
-                                          uint32_t threads, const std::atomic<bool>* cancelled) {
-  const attention::SegmentForm form = SegmentFormOf(
-      sequence->shape(), sequence->indexes(), job.tokens, job.unclustered, sequence->on_device());
-  ATTND_ASSIGN_OR_RETURN(
-      Reservation memory,
-      budget_->Reserve(Segment::IndexBytes(form) + Segment::PayloadBytes(form), "a segment"));
-  SegmentBuilder builder(job.view, next_segment_id_.fetch_add(1, std::memory_order_relaxed), form);
-  if (!builder.allocated()) {
-    return absl::ResourceExhaustedError("the system refused memory for a segment");
-  }
-  ATTND_RETURN_IF_ERROR(BuildSegment(*sequence, &builder, threads, cancelled));
+absl::StatusOr<Segmenter::Built> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
+                                                  uint32_t threads, bool awaited,
+                                                  const std::atomic<bool>* cancelled) {
+  if (auto begun = job.early ? std::nullopt : uploads_.Take(*sequence, job); begun.has_value()) {
+    if (BuildRest(*sequence, &*begun, cancelled).ok()) return Install(sequence, *std::move(begun));
+    ATTND_RETURN_IF_ERROR(Wanted(*sequence, cancelled));
+  }  // its memory is free again
+  const uint64_t number = next_segment_id_.fetch_add(1, std::memory_order_relaxed);
+  ATTND_ASSIGN_OR_RETURN(BegunSegment begun, BeginSegment(*sequence, job, number, budget_));
+  ATTND_RETURN_IF_ERROR(BuildSegment(*sequence, begun.builder.get(), threads, awaited, cancelled));
+  return Install(sequence, std::move(begun));
+}
+
+absl::Status Segmenter::BuildRest(const Sequence& sequence, BegunSegment* begun,
+                                  const std::atomic<bool>* cancelled) {
+  const uint32_t layers = sequence.shape().layers;
+  if (begun->layers == layers) return absl::OkStatus();
+  const attention::SegmentPart rest{begun->layers, layers, /*awaited=*/true};
+  return backend_->BuildSegment(begun->builder.get(), rest, [&] {
+    gate_->YieldToSteps();
+    return Wanted(sequence, cancelled);
+  });
+}
+
+absl::StatusOr<Segmenter::Built> Segmenter::Install(Sequence* sequence, BegunSegment begun) {
   const std::shared_ptr<const Segment> segment =
-      HoldReservation(builder.Finish(), std::move(memory));
-  if (!sequence->Install(job, segment)) return 0;
+      HoldReservation(begun.builder->Finish(), std::move(begun.memory));
+  if (!sequence->Install(begun.job, segment)) return Built();
   sequence->Expect(*segment);
-  return job.tokens;
+  return Built{begun.job.tokens, begun.time_spent};
 }
 
 absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* builder,
-                                     uint32_t threads, const std::atomic<bool>* cancelled) {
-  absl::Status built = backend_->BuildSegment(builder, [&] {
+                                     uint32_t threads, bool awaited,
+                                     const std::atomic<bool>* cancelled) {
+  const attention::SegmentPart all{0, sequence.shape().layers, awaited};
+  absl::Status built = backend_->BuildSegment(builder, all, [&] {
     gate_->YieldToSteps();
     return Wanted(sequence, cancelled);
   });
@@ -347,11 +349,13 @@ absl::Status Segmenter::BuildHeads(const Sequence& sequence, SegmentBuilder* bui
 }
 
 void Segmenter::WaitUntilIdle() {
+  uploads_.WaitUntilIdle();
   MutexLock lock(mutex_);
   while (!stopping() && (background_builds_ != nullptr || !queue_.empty())) changed_.Wait(mutex_);
 }
 
 void Segmenter::Shutdown() {
+  uploads_.Shutdown();
   std::thread background;
   {
     MutexLock lock(mutex_);

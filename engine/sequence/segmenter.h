@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Segmenter: turns tails into segments: finished prefills at once, generated tokens in the
-// background, there first into early segments.
+// Segmenter: turns tails into segments: finished prefills at once, for which a device has done some
+// of the work while they were uploaded, generated tokens in the background, there first into early
+// segments.
 #ifndef ATTND_ENGINE_SEQUENCE_SEGMENTER_H_
 #define ATTND_ENGINE_SEQUENCE_SEGMENTER_H_
 
@@ -20,42 +21,13 @@
 #include "common/mutex.h"
 #include "engine/event_listener.h"
 #include "engine/memory_budget.h"
+#include "engine/sequence/begun_segment.h"
 #include "engine/sequence/segment_rules.h"
 #include "engine/sequence/sequence.h"
+#include "engine/sequence/step_gate.h"
+#include "engine/sequence/upload_builder.h"
 
 namespace attnd::engine {
-
-// StepGate: lets builders make way for steps. A builder asks between quanta; while a step runs the
-// builder waits, but never longer than kYieldMax, so that it also finishes under load. Thread-safe.
-class StepGate {
- public:
-  class Step {  // held while a step runs
-   public:
-    explicit Step(StepGate* gate) : gate_(gate) { gate_->Enter(); }
-    ~Step() { gate_->Leave(); }
-    Step(const Step&) = delete;
-    Step& operator=(const Step&) = delete;
-
-   private:
-    StepGate* const gate_;
-  };
-
-  void YieldToSteps();
-  // Whether a step runs. Takes no lock, for the auditor: its thread has the lowest priority, and
-  // steps would wait for a lock that it holds.
-  bool busy() const { return steps_.load(std::memory_order_relaxed) != 0; }
-
- private:
-  static constexpr std::chrono::microseconds kYieldMax{4000};
-
-  void Enter() { steps_.fetch_add(1, std::memory_order_relaxed); }
-  void Leave();
-
-  std::atomic<uint32_t> steps_{0};
-  std::atomic<uint32_t> yielding_{0};
-  Mutex mutex_;
-  CondVar idle_;
-};
 
 // Builds segments. Owns the background thread. Prefills take turns: each builds one run and then
 // waits behind the others. Its methods throw no exceptions.
@@ -64,8 +36,9 @@ class Segmenter {
   struct Options {
     uint32_t segment_tokens = 8192;  // of generated tokens, and at a prompt's beginning
     uint32_t threads = 1;            // for a finished prefill; fewer if the system refuses some
-    // Whether there is memory for early segments; null: as long as the budget gives some.
-    std::function<bool()> early_allowed;
+    // Whether there is memory for copies: early segments, and those of prompts that are uploaded;
+    // null: as long as the budget gives some.
+    std::function<bool()> copies_allowed;
   };
 
   // `backend` builds segments where it can. All arguments must outlive the segmenter.
@@ -86,6 +59,14 @@ class Segmenter {
   // Only full runs of segment_tokens: for a prompt that is still being uploaded while memory is
   // short.
   absl::Status SegmentWholeRuns(Sequence* sequence, const std::atomic<bool>* cancelled);
+
+  // To be called when tokens of a prompt have been appended (UploadBuilder).
+  void OnUploaded(const std::shared_ptr<Sequence>& sequence, uint64_t prompt_tokens) {
+    uploads_.OnUploaded(sequence, prompt_tokens);
+  }
+  // Gives the memory back of what was built of prompts that are still uploaded; whether there was
+  // any.
+  bool DropUploads() { return uploads_.DropAll(); }
 
   // To be called when `sequence` has grown. Queues the sequence when a full run, or one for an
   // early segment, has left its window and no failed build holds it back (Sequence::DueBuild).
@@ -133,12 +114,19 @@ class Segmenter {
   absl::StatusOr<bool> BuildNext(Sequence* sequence, uint32_t min_tokens, uint32_t max_tokens,
                                  uint32_t threads, EventListener::BuildTrigger trigger,
                                  const std::atomic<bool>* cancelled);
-  // Gives how many tokens were installed: all, or none if the segment no longer fits.
-  absl::StatusOr<uint32_t> Build(Sequence* sequence, const SegmentJob& job, uint32_t threads,
-                                 const std::atomic<bool>* cancelled);
-  // Lets the backend build, or else builds with HeadBuilders.
+  struct Built {
+    uint32_t tokens = 0;  // that were installed: all, or none if the segment no longer fits
+    std::chrono::steady_clock::duration earlier{0};  // time that was spent during the upload
+  };
+  absl::StatusOr<Built> Build(Sequence* sequence, const SegmentJob& job, uint32_t threads,
+                              bool awaited, const std::atomic<bool>* cancelled);
+  // Lets the backend build the layers that are left of what it has begun.
+  absl::Status BuildRest(const Sequence& sequence, BegunSegment* begun,
+                         const std::atomic<bool>* cancelled);
+  absl::StatusOr<Built> Install(Sequence* sequence, BegunSegment begun);
+  // Lets the backend build all, or else builds with HeadBuilders.
   absl::Status BuildSegment(const Sequence& sequence, attention::SegmentBuilder* builder,
-                            uint32_t threads, const std::atomic<bool>* cancelled);
+                            uint32_t threads, bool awaited, const std::atomic<bool>* cancelled);
   absl::Status BuildHeads(const Sequence& sequence, attention::SegmentBuilder* builder,
                           uint32_t threads, const std::atomic<bool>* cancelled);
   // Why a build should end: Shutdown, a closed sequence, a cancelled call. Else OK.
@@ -162,6 +150,7 @@ class Segmenter {
 
   std::atomic<bool> stopping_{false};
   std::atomic<uint64_t> next_segment_id_{1};
+  UploadBuilder uploads_;
   std::thread background_;  // last: it uses everything above
 };
 

@@ -343,16 +343,20 @@ std::shared_ptr<const SequenceView> Sequence::HistoryView() {
 }
 
 std::shared_ptr<SequenceView> Sequence::MakeView(const EarlySegments& early) {
+  auto view = TailView(early.EndOr(tail_.begin()));
+  view->segments = segments_;
+  view->segments.insert(view->segments.end(), early.all().begin(), early.all().end());
+  return view;
+}
+
+std::shared_ptr<SequenceView> Sequence::TailView(uint64_t begin) {
   auto view = std::make_shared<SequenceView>();
   view->shape = args_.shape;
   view->indexes = indexes();
   view->owner = args_.backend;
   view->state = state_.View(segments_.empty() ? nullptr : segments_.front().get());
-  view->segments = segments_;
-  view->segments.insert(view->segments.end(), early.all().begin(), early.all().end());
-  view->tail_begin = early.EndOr(tail_.begin());
-  const uint64_t covered =
-      view->tail_begin / kTailBlockTokens - tail_.begin() / kTailBlockTokens;  // blocks
+  view->tail_begin = begin;
+  const uint64_t covered = begin / kTailBlockTokens - tail_.begin() / kTailBlockTokens;  // blocks
   view->tail.assign(tail_.blocks().begin() + static_cast<ptrdiff_t>(covered), tail_.blocks().end());
   return view;
 }

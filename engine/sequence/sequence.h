@@ -238,6 +238,16 @@ class Sequence {
   uint32_t PromptRun(uint32_t least);
   // Whether NextSegment would return one.
   bool HasSegment(uint32_t min_tokens);
+  // While a prompt is uploaded: the segment that its tokens from `begin` on are to become, once the
+  // first layer has them; nothing before that, or if steps have come. It is a whole run of
+  // PromptRun tokens unless it is known to be the prompt's last (prompt_tokens: what the sequence
+  // will have then; 0: not known). Absent: from where the tail begins on. Its view has the tail
+  // from there on, and no segments.
+  std::optional<SegmentJob> UploadedRun(std::optional<uint64_t> begin, uint32_t least,
+                                        uint64_t prompt_tokens);
+  // How many layers, from the first on, have all tokens of the job, which do not change any more;
+  // 0, too, if others have taken their place.
+  uint32_t LayersWith(const SegmentJob& job);
   // The next early segment, of at most max_tokens >= EarlySegments::LeastTokens, or nothing. It may
   // take the place of earlier ones. Only behind a segment, as the first one fixes what all have in
   // common; only over the index `tree`, whose steps read little besides the tail; and not while
@@ -304,6 +314,7 @@ class Sequence {
   bool HasEarly() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool InstallEarly(const SegmentJob& job, std::shared_ptr<const attention::Segment> segment);
   bool StillFits(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasBlocksOf(const SegmentJob& job) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Where the window of a history of `length` tokens begins.
   uint64_t WindowBegin(uint64_t length) const {
     return engine::WindowBegin(length, policy().window);
@@ -359,6 +370,9 @@ class Sequence {
   std::shared_ptr<const attention::SequenceView> HistoryView()
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   std::shared_ptr<attention::SequenceView> MakeView(const EarlySegments& early)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A view without segments, whose tail begins at `begin`, which is in the tail.
+  std::shared_ptr<attention::SequenceView> TailView(uint64_t begin)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Stops the process if an invariant of the class is broken. After each change of the chain.
   void CheckInvariants() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

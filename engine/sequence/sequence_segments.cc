@@ -32,6 +32,33 @@ uint32_t Sequence::PromptRun(uint32_t least) {
   return PromptRunTokens(indexes(), begin, least, has_ids);
 }
 
+std::optional<SegmentJob> Sequence::UploadedRun(std::optional<uint64_t> begin, uint32_t least,
+                                                uint64_t prompt_tokens) {
+  MutexLock lock(mutex_);
+  const uint64_t first = std::max(begin.value_or(0), tail_.begin());
+  if (newest_step_ != kNoStep) return std::nullopt;
+  const bool has_ids = !token_ids_.Runs(first, first + 1).empty();
+  const uint32_t run = PromptRunTokens(indexes(), first, least, has_ids);
+  const uint64_t come = layer_tokens_.front();
+  const bool ends = prompt_tokens != 0;
+  SegmentJob job;
+  job.tokens = NextSegmentTokens(first, WindowBegin(ends ? prompt_tokens : come),
+                                 ends ? kSegmentTokensMin : run, run);
+  if (job.tokens == 0 || come < first + job.tokens) return std::nullopt;
+  job.unclustered = UnclusteredTokens(first, policy().sink);
+  job.view = TailView(first);
+  return job;
+}
+
+uint32_t Sequence::LayersWith(const SegmentJob& job) {
+  MutexLock lock(mutex_);
+  if (job.view->tail_begin < tail_.begin() || !HasBlocksOf(job)) return 0;
+  const uint64_t end = job.view->tail_begin + job.tokens;
+  const auto lacks = std::find_if(layer_tokens_.begin(), layer_tokens_.end(),
+                                  [&](uint64_t tokens) { return tokens < end; });
+  return static_cast<uint32_t>(lacks - layer_tokens_.begin());
+}
+
 bool Sequence::HasEarly() const {
   if (newest_step_ == kNoStep || !HasEarlySegments(indexes(), !segments_.empty())) return false;
   return SegmentsEnd() >= early_.EndOr(tail_.begin()) + EarlySegments::LeastTokens(shape());
@@ -141,10 +168,6 @@ bool Sequence::DropEarly() {
 
 // Whether the tokens that a job was made from are still there, committed and outside the window.
 bool Sequence::StillFits(const SegmentJob& job) const {
-  // A truncation may have taken the tokens away, and others may have come in their place: the
-  // blocks then differ. A truncation keeps a block only if it keeps all of its positions, which are
-  // never written again; it copies or drops the others. The job's view holds the old blocks, so
-  // that no new one can have the address of an old one.
   const uint64_t begin = job.view->tail_begin;
   const uint64_t end = begin + job.tokens;
   const bool in_place = job.early ? early_.Fits(tail_.begin(), begin, end) : begin == tail_.begin();
@@ -152,6 +175,16 @@ bool Sequence::StillFits(const SegmentJob& job) const {
   if (CommittedTokens() < end + policy().window) return false;
   // A step that is being repeated must stay in the tail until a newer one comes.
   if (end > newest_step_) return false;
+  return HasBlocksOf(job);
+}
+
+// A truncation may have taken the tokens away, and others may have come in their place: the blocks
+// then differ. A truncation keeps a block only if it keeps all of its positions, which are never
+// written again; it copies or drops the others. The job's view holds the old blocks, so that no new
+// one can have the address of an old one.
+bool Sequence::HasBlocksOf(const SegmentJob& job) const {
+  const uint64_t begin = job.view->tail_begin;
+  const uint64_t end = begin + job.tokens;
   const uint64_t tail_block = tail_.begin() / kTailBlockTokens;
   const uint64_t first_block = begin / kTailBlockTokens - tail_block;
   const uint64_t end_block = (end - 1) / kTailBlockTokens + 1 - tail_block;

@@ -26,7 +26,12 @@ absl::Status CudaStream::Create(StreamUse use) {
   int least = 0, greatest = 0;
   ATTND_RETURN_IF_ERROR(CudaStatus(cudaDeviceGetStreamPriorityRange(&least, &greatest),
                                    "asking for the priorities of streams"));
-  const int priority = use == StreamUse::kBackground ? least : greatest;
+  // Greater ones are lesser numbers. Between the two: before the kernels of a model that computes
+  // the prompt for whose end a client waits.
+  const int awaited = least - (least - greatest) / 2;
+  const int priority = use == StreamUse::kSteps           ? greatest
+                       : use == StreamUse::kAwaitedBuilds ? awaited
+                                                          : least;
   for (cudaStream_t* stream : {&main_, &side_, &taken_}) {
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority),

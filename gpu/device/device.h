@@ -111,8 +111,9 @@ class Stream {
   virtual absl::StatusOr<StageSeconds> stage_seconds() = 0;
 };
 
-// What a stream is for. Where kernels of both wait for multiprocessors, those of steps go first.
-enum class StreamUse { kSteps, kBackground };
+// What a stream is for. Where kernels wait for multiprocessors, those of steps go first, and those
+// of builds that nobody waits for go last, behind other processes' kernels, too.
+enum class StreamUse { kSteps, kAwaitedBuilds, kBackground };
 
 // Thread-safe. Must outlive its streams and the memory that it allocated.
 class Device {

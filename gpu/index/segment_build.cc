@@ -14,6 +14,7 @@ namespace {
 using attention::IndexLayout;
 using attention::kTailBlockTokens;
 using attention::Segment;
+using attention::SegmentPart;
 using attention::SequenceView;
 
 // Layers of a batch: enough to fill a device, few enough that a batch takes some milliseconds.
@@ -21,9 +22,11 @@ constexpr uint64_t kLayersMax = 8;
 
 }  // namespace
 
-SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store,
-                           StreamContext* context, attention::WorkerPool* workers)
+SegmentBuild::SegmentBuild(attention::SegmentBuilder* builder, SegmentPart part,
+                           DeviceCopyStore* store, StreamContext* context,
+                           attention::WorkerPool* workers)
     : builder_(builder),
+      part_(part),
       store_(store),
       context_(context),
       workers_(workers),
@@ -59,8 +62,9 @@ std::byte* SegmentBuild::PagesAt(uint32_t layer) const {
                  : work_.pages.data() + (layer - first_layer_) * PagesLayerBytes();
 }
 std::byte* SegmentBuild::BlockAt(uint64_t b, uint32_t layer) const {
-  if (stays()) return blocks_[b]->pages() + layer * BlockLayerBytes();
-  return work_.pages.data() + layers_at_once_ * PagesLayerBytes() +
+  if (blocks_stay()) return blocks_[b]->pages() + layer * BlockLayerBytes();
+  const uint64_t pages = stays() ? 0 : layers_at_once_ * PagesLayerBytes();
+  return work_.pages.data() + pages +
          ((layer - first_layer_) * block_count_ + b) * BlockLayerBytes();
 }
 
@@ -68,10 +72,10 @@ absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
   ATTND_RETURN_IF_ERROR(TakeMemory());
   // Whatever ends it: the memory of layers that the device still builds is not given back.
   const absl::Cleanup idle = [this] { context_->Flush().IgnoreError(); };
-  uint32_t fetched = 0, taken = 0;
-  while (fetched < shape_.layers) {
+  uint32_t fetched = part_.first_layer, taken = part_.first_layer;
+  while (fetched < part_.end_layer) {
     ATTND_RETURN_IF_ERROR(proceed());
-    const uint32_t count = std::min(layers_at_once_, shape_.layers - fetched);
+    const uint32_t count = std::min(layers_at_once_, part_.end_layer - fetched);
     first_layer_ = fetched;
     ATTND_RETURN_IF_ERROR(OfDevice(UploadLayers(fetched, count)));
     ATTND_RETURN_IF_ERROR(OfDevice(StartLayers(fetched, count)));
@@ -85,7 +89,7 @@ absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
   ATTND_RETURN_IF_ERROR(TakeLayers(taken, fetched - taken));
   if (!stays()) return absl::OkStatus();
   // Only now: a segment that is given up will be built by others, with other clusters.
-  for (uint32_t layer = 0; layer < shape_.layers; ++layer) {
+  for (uint32_t layer = part_.first_layer; layer < part_.end_layer; ++layer) {
     segment_->RaiseTokens(layer, builder_->segment().tokens());
   }
   return absl::OkStatus();
@@ -100,13 +104,15 @@ absl::Status SegmentBuild::TakeMemory() {
   absl::Status pinned = PinAll();
   if (!absl::IsResourceExhausted(pinned)) return pinned;
   uploader_.Release();
+  segment_ = nullptr;
   return BorrowForLayers();
 }
 
 absl::Status SegmentBuild::BorrowForLayers() {
-  const uint64_t pages_bytes = PagesLayerBytes() + block_count_ * BlockLayerBytes();
+  const uint64_t index_bytes = stays() ? 0 : IndexLayerBytes();
+  const uint64_t pages_bytes = (stays() ? 0 : PagesLayerBytes()) + block_count_ * BlockLayerBytes();
   while (true) {
-    auto work = store_->Borrow(layers_at_once_ * IndexLayerBytes(), layers_at_once_ * pages_bytes);
+    auto work = store_->Borrow(layers_at_once_ * index_bytes, layers_at_once_ * pages_bytes);
     if (work.ok()) {
       work_ = *std::move(work);
       return absl::OkStatus();
@@ -118,12 +124,13 @@ absl::Status SegmentBuild::BorrowForLayers() {
 
 absl::Status SegmentBuild::PinAll() {
   std::vector<std::shared_ptr<DeviceCopyStore::Copy>> copies = {store_->Find(builder_->segment())};
-  for (uint64_t b = 0; b < block_count_; ++b) {
+  for (uint64_t b = 0; whole() && b < block_count_; ++b) {
     copies.push_back(store_->Find(*builder_->view().tail[b], shape_.layers));
   }
   std::vector<Resident*> residents;
   ATTND_RETURN_IF_ERROR(uploader_.Pin(copies, PagesIn::kDeviceMemory, &residents));
   segment_ = residents.front();
+  if (!whole()) return BorrowForLayers();
   blocks_.assign(residents.begin() + 1, residents.end());
   return absl::OkStatus();
 }
@@ -135,7 +142,8 @@ uint32_t SegmentBuild::LayersAtOnce() const {
                         builder_->segment().layout().groups.room > 0);
   if (HeadsFetchedAtOnce() == 0) return 0;
   return static_cast<uint32_t>(
-      std::min({kLayersMax, room.scratch_bytes / scratch_bytes, room.input_bytes / JobBytes()}));
+      std::min({kLayersMax, uint64_t{part_.layers()}, room.scratch_bytes / scratch_bytes,
+                room.input_bytes / JobBytes()}));
 }
 uint64_t SegmentBuild::HeadsFetchedAtOnce() const {
   return context_->room().result_bytes / builder_->segment().layout().head_bytes;
@@ -149,9 +157,10 @@ absl::Status SegmentBuild::UploadLayers(uint32_t first, uint32_t count) {
       const auto tokens =
           static_cast<uint32_t>(std::min<uint64_t>(kTailBlockTokens, end - b * kTailBlockTokens));
       ATTND_RETURN_IF_ERROR(
-          stays() ? uploader_.UploadTokens(blocks_[b], *view.tail[b], shape_, layer, tokens,
-                                           /*later=*/nullptr)
-                  : uploader_.SendTokens(BlockAt(b, layer), *view.tail[b], shape_, layer, tokens));
+          blocks_stay()
+              ? uploader_.UploadTokens(blocks_[b], *view.tail[b], shape_, layer, tokens,
+                                       /*later=*/nullptr)
+              : uploader_.SendTokens(BlockAt(b, layer), *view.tail[b], shape_, layer, tokens));
     }
   }
   const auto for_each = [&](size_t items, absl::FunctionRef<void(size_t)> item) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// SegmentBuild: builds a segment on the device, whole layers at a time. The host takes the index
-// that the device has built, and orders its own payload by that index. What the device has built
-// stays there as the segment's device copy; where there is no room for that, layers are built in
-// memory that is given back, and steps upload the index as they upload any other.
+// SegmentBuild: builds layers of a segment on the device, several at a time. The host takes the
+// index that the device has built, and orders its own payload by that index. What the device has
+// built stays there as the segment's device copy; where there is no room for that, layers are built
+// in memory that is given back, and steps upload the index as they upload any other.
 #ifndef ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 #define ATTND_GPU_INDEX_SEGMENT_BUILD_H_
 
@@ -24,12 +24,12 @@ namespace attnd::gpu {
 // Used by one thread, once. All arguments of the constructor must outlive it.
 class SegmentBuild {
  public:
-  SegmentBuild(attention::SegmentBuilder* builder, DeviceCopyStore* store, StreamContext* context,
-               attention::WorkerPool* workers);
+  SegmentBuild(attention::SegmentBuilder* builder, attention::SegmentPart part,
+               DeviceCopyStore* store, StreamContext* context, attention::WorkerPool* workers);
 
   // Calls `proceed` between batches of layers. Errors: that of `proceed`; ResourceExhausted if the
   // device has no room; Internal if what the device built is no valid index; or the device's. After
-  // an error the segment is not built, and nothing on the device counts as a part of it.
+  // an error none of the layers is built, and nothing on the device counts as a part of them.
   absl::Status Run(absl::FunctionRef<absl::Status()> proceed);
   // Whether the error was the device's; the device can then no longer be used.
   bool device_failed() const { return device_failed_; }
@@ -37,9 +37,13 @@ class SegmentBuild {
  private:
   // Finds memory for all that stays, or for the work alone.
   absl::Status TakeMemory();
+  // The tail blocks stay, too, unless they are to be replaced by a segment that has other layers
+  // still to come: their copies would be in the way of those.
   absl::Status PinAll();
+  bool whole() const { return part_.layers() == shape_.layers; }
   absl::Status BorrowForLayers();
   bool stays() const { return segment_ != nullptr; }
+  bool blocks_stay() const { return !blocks_.empty(); }
   // Where a layer of the running batch, and of tail block b, lies on the device.
   std::byte* IndexAt(uint32_t layer) const;
   std::byte* PagesAt(uint32_t layer) const;
@@ -60,6 +64,7 @@ class SegmentBuild {
   uint64_t JobBytes() const;  // of one layer in the input buffer
 
   attention::SegmentBuilder* const builder_;
+  const attention::SegmentPart part_;
   DeviceCopyStore* const store_;
   StreamContext* const context_;
   attention::WorkerPool* const workers_;
@@ -72,7 +77,7 @@ class SegmentBuild {
   // If what is built stays:
   Resident* segment_ = nullptr;
   std::vector<Resident*> blocks_;
-  // If not, for a batch's layers: their indexes; their pages, and then their tail blocks.
+  // What does not, of a batch's layers: their indexes; their pages, and then their tail blocks.
   DeviceCopyStore::WorkMemory work_;
   uint32_t first_layer_ = 0;  // of the running batch
   IndexJob first_job_{};

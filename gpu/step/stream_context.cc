@@ -18,21 +18,32 @@ constexpr uint64_t kSendPieceBytes = uint64_t{4} << 20;
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(Device* device, StreamUse use,
-                                                                     const WaveRoom& room,
-                                                                     TransferCounts* counts) {
+absl::StatusOr<std::unique_ptr<StreamContext>> StreamContext::Create(
+    Device* device, std::span<const StreamUse> uses, const WaveRoom& room, TransferCounts* counts) {
   std::unique_ptr<StreamContext> context(new StreamContext(device, room, counts));
   ATTND_ASSIGN_OR_RETURN(context->input_, device->AllocatePinned(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->results_, device->AllocatePinned(room.result_bytes));
   ATTND_ASSIGN_OR_RETURN(context->words_, device->AllocatePinned(sizeof(Words)));
   ATTND_ASSIGN_OR_RETURN(context->device_input_, device->Allocate(room.input_bytes));
   ATTND_ASSIGN_OR_RETURN(context->device_scratch_, device->Allocate(room.scratch_bytes));
-  ATTND_ASSIGN_OR_RETURN(context->stream_, device->NewStream(use));
+  for (const StreamUse use : uses) {
+    ATTND_ASSIGN_OR_RETURN(auto stream, device->NewStream(use));
+    context->streams_.emplace_back(use, std::move(stream));
+  }
+  context->UseStream(uses.front());
   return context;
 }
 
+void StreamContext::UseStream(StreamUse use) {
+  CHECK(!busy_) << "the stream before is at work";
+  const auto of_use = [&](const auto& stream) { return stream.first == use; };
+  const auto found = std::find_if(streams_.begin(), streams_.end(), of_use);
+  CHECK(found != streams_.end());
+  stream_ = found->second.get();
+}
+
 StreamContext::~StreamContext() {
-  stream_.reset();  // waits for its work, which uses the rest
+  streams_.clear();  // waits for their work, which uses the rest
   device_->Free(device_scratch_);
   device_->Free(device_input_);
   device_->FreePinned(words_);

@@ -35,13 +35,17 @@ struct TransferCounts {
 // and `counts` must outlive it. Errors as Device's.
 class StreamContext {
  public:
-  static absl::StatusOr<std::unique_ptr<StreamContext>> Create(Device* device, StreamUse use,
+  // With a stream for each use, of which the first is used until UseStream says otherwise.
+  static absl::StatusOr<std::unique_ptr<StreamContext>> Create(Device* device,
+                                                               std::span<const StreamUse> uses,
                                                                const WaveRoom& room,
                                                                TransferCounts* counts);
   ~StreamContext();
   StreamContext(const StreamContext&) = delete;
   StreamContext& operator=(const StreamContext&) = delete;
 
+  // One of those that it was made with; nothing may be under way.
+  void UseStream(StreamUse use);
   // For the kernels of builds, which must be launched after SendInput so that Flush waits for them,
   // and for the times of a step.
   Stream& stream() { return *stream_; }
@@ -117,7 +121,8 @@ class StreamContext {
   Device* const device_;
   const WaveRoom room_;
   TransferCounts* const counts_;
-  std::unique_ptr<Stream> stream_;
+  std::vector<std::pair<StreamUse, std::unique_ptr<Stream>>> streams_;
+  Stream* stream_ = nullptr;  // the one that is used
   std::byte* input_ = nullptr;
   std::byte* results_ = nullptr;
   std::byte* device_input_ = nullptr;

@@ -154,6 +154,7 @@ absl::StatusOr<engine::AppendChunk> FromProto(const v1::AppendKvRequest& request
   chunk.tokens = k.tokens;
   chunk.k = k.view;
   chunk.token_ids = {request.token_ids().data(), ids};
+  chunk.prompt_tokens = request.prompt_tokens();
   return chunk;
 }
 

@@ -200,8 +200,9 @@ AppendChunk ChunkOf(uint32_t layer, uint64_t first_position, const Kv& kv) {
 
 absl::Status AppendNext(TestSequence* sequence, uint32_t layer, const Kv& kv) {
   const uint64_t first = sequence->history.layers[layer].tokens;
-  absl::Status status =
-      sequence->engine->Append(kTenant, sequence->writer, sequence->id, ChunkOf(layer, first, kv));
+  AppendChunk chunk = ChunkOf(layer, first, kv);
+  chunk.prompt_tokens = sequence->prompt_tokens;
+  absl::Status status = sequence->engine->Append(kTenant, sequence->writer, sequence->id, chunk);
   if (status.ok()) sequence->history.Append(layer, kv);
   return status;
 }

@@ -104,6 +104,7 @@ struct TestSequence {
   Engine* engine;
   uint64_t id;
   WriterId writer = kWriter;
+  uint64_t prompt_tokens = 0;  // that its uploads say
   History history;
 
   const ModelShape& shape() const { return history.shape; }

@@ -211,8 +211,8 @@ TEST_F(CudaEngine, ADeviceThatFailsWhileBuildingLosesNothing) {
     SCOPED_TRACE(testing::Message() << "call " << call);
     Start();
     TestSequence sequence = Open();
-    Prefill(&sequence, 700, &random_);
     control_->Set({.call = call});
+    Prefill(&sequence, 700, &random_);
     EXPECT_EQ(FinishPrefill(&sequence).segmented_tokens, 512u);
     EXPECT_FALSE(engine_->backend().Health().ok());
     EXPECT_TRUE(MatchesModel(&sequence, &random_));

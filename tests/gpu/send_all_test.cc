@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -27,7 +28,7 @@ class SendAllTest : public ::testing::Test {
  protected:
   SendAllTest() {
     auto context = StreamContext::Create(
-        fake_.device.get(), StreamUse::kBackground,
+        fake_.device.get(), std::array{StreamUse::kBackground},
         {.input_bytes = kInput, .scratch_bytes = 4096, .result_bytes = kDevice}, &counts_);
     EXPECT_TRUE(context.ok()) << context.status();
     context_ = *std::move(context);

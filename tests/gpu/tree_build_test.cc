@@ -44,6 +44,10 @@ using attention::test::TestSeed;
 
 absl::Status Proceed() { return absl::OkStatus(); }
 
+attention::SegmentPart AllOf(const SegmentBuilder& builder) {
+  return {0, builder.view().shape.layers};
+}
+
 // A tail of random tokens of which a segment is built.
 struct Tail {
   Tail(const ModelShape& shape, uint64_t begin, uint32_t count,
@@ -104,7 +108,7 @@ TEST_F(TreeBuild, TreesAreWhatTheirDefinitionSays) {
     const FakeBackend fake = MakeFakeBackend();
     const Tail tail(MakeShape(4, 2, c.head_dim, c.value_dim, c.dtype, 2), c.begin, c.tokens);
     SegmentBuilder builder = tail.Builder(c.unclustered);
-    const absl::Status status = fake.backend->BuildSegment(&builder, Proceed);
+    const absl::Status status = fake.backend->BuildSegment(&builder, AllOf(builder), Proceed);
     ASSERT_TRUE(status.ok()) << status;
     EXPECT_EQ(fake.control->builds(), 2u) << "layers";
     ExpectTrees(*builder.Finish(), tail);
@@ -117,7 +121,7 @@ TEST_F(TreeBuild, LeavesAreAsGoodAsTheCpus) {
   const Tail tail(shape_, 0, 700);
   const FakeBackend fake = MakeFakeBackend();
   SegmentBuilder builder = tail.Builder();
-  ASSERT_TRUE(fake.backend->BuildSegment(&builder, Proceed).ok());
+  ASSERT_TRUE(fake.backend->BuildSegment(&builder, AllOf(builder), Proceed).ok());
   const auto built = builder.Finish();
   const auto expected = attention::test::BuildSegment(tail.view, tail.tokens, 0);
   for (uint32_t h = 0; h < tail.heads.size(); ++h) {
@@ -145,7 +149,7 @@ TEST_F(TreeBuild, AFailureAtAnyCallLeavesNothingBehind) {
     const FakeBackend fake = MakeFakeBackend();
     fake.control->Set({.call = call});
     SegmentBuilder builder = tail.Builder();
-    const absl::Status status = fake.backend->BuildSegment(&builder, Proceed);
+    const absl::Status status = fake.backend->BuildSegment(&builder, AllOf(builder), Proceed);
     if (status.ok()) {
       EXPECT_GT(call, 4u);
       ExpectTrees(*builder.Finish(), tail);
@@ -153,7 +157,7 @@ TEST_F(TreeBuild, AFailureAtAnyCallLeavesNothingBehind) {
     }
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
     EXPECT_FALSE(fake.backend->Health().ok());
-    EXPECT_FALSE(fake.backend->BuildSegment(&builder, Proceed).ok());
+    EXPECT_FALSE(fake.backend->BuildSegment(&builder, AllOf(builder), Proceed).ok());
     attention::HeadBuilder heads;
     for (uint32_t h = 0; h < builder.heads(); ++h) {
       heads.Start(&builder, h);
@@ -171,14 +175,14 @@ TEST_F(TreeBuild, ATreeThatIsNoneIsRefusedAndTheDeviceKept) {
   {
     SegmentBuilder builder = tail.Builder();
     fake.control->Set({.bad_index = true});
-    const absl::Status status = fake.backend->BuildSegment(&builder, Proceed);
+    const absl::Status status = fake.backend->BuildSegment(&builder, AllOf(builder), Proceed);
     EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
     EXPECT_TRUE(fake.backend->Health().ok());
   }
   EXPECT_EQ(fake.backend->stats().index.used_bytes, 0u) << "a device copy without a segment";
   fake.control->Set({});
   SegmentBuilder builder = tail.Builder();
-  ASSERT_TRUE(fake.backend->BuildSegment(&builder, Proceed).ok());
+  ASSERT_TRUE(fake.backend->BuildSegment(&builder, AllOf(builder), Proceed).ok());
   ExpectTrees(*builder.Finish(), tail);
 }
 
@@ -188,7 +192,7 @@ TEST_F(TreeBuild, WithoutScratchForItTheCpuBuilds) {
   const FakeBackend fake = MakeFakeBackend(options);
   const Tail tail(shape_, 0, 300);
   SegmentBuilder builder = tail.Builder();
-  EXPECT_EQ(fake.backend->BuildSegment(&builder, Proceed).code(),
+  EXPECT_EQ(fake.backend->BuildSegment(&builder, AllOf(builder), Proceed).code(),
             absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(fake.control->builds(), 0u);
   EXPECT_TRUE(fake.backend->Health().ok());
@@ -200,7 +204,7 @@ TEST_F(TreeBuild, OtherIndexesAreTheCpus) {
        {attention::kRegressionIndexes, IndexSet{IndexKind::kTree, IndexKind::kLabels}}) {
     const Tail tail(shape_, 0, 100, indexes);
     SegmentBuilder builder = tail.Builder();
-    const absl::Status status = fake.backend->BuildSegment(&builder, Proceed);
+    const absl::Status status = fake.backend->BuildSegment(&builder, AllOf(builder), Proceed);
     EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
     EXPECT_THAT(std::string(status.message()), testing::HasSubstr(indexes.ToString()));
   }

@@ -129,6 +129,7 @@ class Client:
         prefill_complete: bool = False,
         observed_queries: Sequence[Array] | None = None,
         memory: KvMemory | None = None,
+        prompt_tokens: int = 0,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
@@ -141,6 +142,7 @@ class Client:
                 observed_queries,
                 await self._message_limit(),
                 memory,
+                prompt_tokens,
             )
             return await self._upload(messages, timeout_s)
 

@@ -174,6 +174,7 @@ class Client:
         prefill_complete: bool = False,
         observed_queries: Sequence[Array] | None = None,
         memory: KvMemory | None = None,
+        prompt_tokens: int = 0,
         timeout_s: float | None = None,
     ) -> AppendedKv:
         """Uploads prefilled keys and values.
@@ -189,6 +190,8 @@ class Client:
                 ada-snapkv need them; asynctls and labels are better for them.
             memory: of which the chunks' arrays are, so that the server takes them from there
                 (:meth:`kv_memory`); closed if this raises. None: they are sent.
+            prompt_tokens: what the sequence will have at the prompt's end, with which a server on a
+                GPU is done sooner; 0: not known.
             timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
                 How long an upload may take depends on its size, which only the caller knows, and on
                 the uploads that others send: a long prompt of a large model is many GiB and takes
@@ -203,6 +206,7 @@ class Client:
                 observed_queries,
                 self.max_message_bytes,
                 memory,
+                prompt_tokens,
             )
         )
         try:

@@ -179,11 +179,13 @@ def append_requests(
     observed_queries: Sequence[Array] | None,
     max_message_bytes: int,
     memory: KvMemory | None = None,
+    prompt_tokens: int = 0,
 ) -> Iterator[attnd_pb2.AppendKvRequest]:
     """The messages of an upload, each below max_message_bytes.
 
     Args:
         memory: where the chunks' arrays lie; None: the messages have copies of them.
+        prompt_tokens: what the sequence will have at the prompt's end; 0: not known.
 
     Raises:
         ValueError: if even one token does not fit, or, in the memory, as many as end at a multiple
@@ -203,6 +205,7 @@ def append_requests(
                 v=None if part.v is None else _tensor(part.v, memory),
                 token_ids=part.token_ids,
                 memory=None if memory is None else memory.places(part.k, part.v),
+                prompt_tokens=prompt_tokens,
             )
     for layer, queries in enumerate(observed_queries or ()):
         yield attnd_pb2.AppendKvRequest(

@@ -38,6 +38,7 @@ def upload(
         chunks,
         prefill_complete=True,
         observed_queries=observed_queries,
+        prompt_tokens=len(layers[0][0]) if layers else 0,
         timeout_s=timeout_s,
     )
 

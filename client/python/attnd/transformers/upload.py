@@ -42,10 +42,15 @@ class Uploader:
         self._pending: deque[Future[None]] = deque()
 
     def put(
-        self, sequence_id: int, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
+        self,
+        sequence_id: int,
+        layer: int,
+        position: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> None:
-        """Queues consecutive tokens of a layer; waits while too many are under way. The tensors'
-        contents must stay as they are.
+        """Queues consecutive tokens of a layer, the last ones of the prompt as far as is known; waits
+        while too many are under way. The tensors' contents must stay as they are.
 
         Args:
             position: of the first token.
@@ -61,7 +66,7 @@ class Uploader:
         memory = self._memory_for(chunk) if tokens else None
         if memory is None:
             arrays = KvChunk(layer, position, to_numpy(key), to_numpy(value))
-            self._pending.append(self._thread.submit(self._send, sequence_id, arrays, None))
+            self._pending.append(self._thread.submit(self._send, chunk, arrays, None))
             return
         if self._parts is None:
             self._parts = _Parts(memory, self._send)
@@ -76,8 +81,10 @@ class Uploader:
                 self._memory = None  # there is no room: the next chunk need not ask
         return self._borrowed
 
-    def _send(self, sequence_id: int, chunk: KvChunk, memory: KvMemory | None) -> None:
-        self._client.append_kv(sequence_id, (chunk,), memory=memory)
+    def _send(self, chunk: _Chunk, part: KvChunk, memory: KvMemory | None) -> None:
+        self._client.append_kv(
+            chunk.sequence_id, (part,), memory=memory, prompt_tokens=chunk.end()
+        )
 
     def _await(self, pending_max: int) -> None:
         """Returns when no more are under way; raises as put(), and then each time."""
@@ -115,15 +122,19 @@ class _Chunk:
     key: torch.Tensor
     value: torch.Tensor
 
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.position + len(self.key)
+
 
 class _Parts:
     """Sends chunks through shared memory a part at a time: while the server takes one the next is
     copied, from a GPU by a stream beside the model's. For one thread."""
 
     def __init__(
-        self, memory: KvMemory, send: Callable[[int, KvChunk, KvMemory], None]
+        self, memory: KvMemory, send: Callable[[_Chunk, KvChunk, KvMemory], None]
     ) -> None:
-        """send: has the server take what lies in the memory."""
+        """send: has the server take a part of a chunk that lies in the memory."""
         self._memory = memory
         self._send = send
         self._count = 0  # of parts that were copied
@@ -157,10 +168,10 @@ class _Parts:
             for start in range(0, len(chunk.key), tokens):
                 copied = self._copy(chunk, slice(start, start + tokens)), _now(device)
                 if before is not None:
-                    self._take(chunk.sequence_id, *before)
+                    self._take(chunk, *before)
                 before = copied
             if before is not None:
-                self._take(chunk.sequence_id, *before)
+                self._take(chunk, *before)
 
     def _copy(self, chunk: _Chunk, part: slice) -> KvChunk:
         """Begins to copy a part, in the place of the last but one, which the server has taken."""
@@ -174,10 +185,10 @@ class _Parts:
         as_torch(v).copy_(value, non_blocking=True)
         return KvChunk(chunk.layer, chunk.position + part.start, k, v)
 
-    def _take(self, sequence_id: int, part: KvChunk, copied: torch.cuda.Event | None) -> None:
+    def _take(self, chunk: _Chunk, part: KvChunk, copied: torch.cuda.Event | None) -> None:
         if copied is not None:
             copied.synchronize()
-        self._send(sequence_id, part, self._memory)
+        self._send(chunk, part, self._memory)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:

@@ -13,13 +13,14 @@ GPU_SHARING_TIME_SLICES: GpuSharing
 GPU_SHARING_UNSPECIFIED: GpuSharing
 
 class AppendKvRequest(_message.Message):
-    __slots__ = ["first_position", "k", "layer", "memory", "observed_queries", "prefill_complete", "sequence_id", "token_ids", "v"]
+    __slots__ = ["first_position", "k", "layer", "memory", "observed_queries", "prefill_complete", "prompt_tokens", "sequence_id", "token_ids", "v"]
     FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     V_FIELD_NUMBER: _ClassVar[int]
@@ -29,10 +30,11 @@ class AppendKvRequest(_message.Message):
     memory: KvMemory
     observed_queries: _types_pb2.Tensor
     prefill_complete: bool
+    prompt_tokens: int
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     v: _types_pb2.Tensor
-    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ..., observed_queries: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., layer: _Optional[int] = ..., first_position: _Optional[int] = ..., k: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., v: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prefill_complete: bool = ..., observed_queries: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class AppendKvResponse(_message.Message):
     __slots__ = ["committed_tokens", "index_build_us", "segmented_tokens"]
