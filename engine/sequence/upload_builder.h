@@ -66,8 +66,9 @@ class UploadBuilder {
   void WaitUntilIdle();
   void Shutdown();
 
-  // Layers that are built at a time, but for the last ones.
-  static constexpr uint32_t kLayersAtOnce = 4;
+  // Layers that are built at a time, but for the last ones. Beside a model that fills the device
+  // each kernel waits for its turn: many layers at a time are fewer kernels.
+  static constexpr uint32_t kLayersAtOnce = 8;
   static constexpr std::chrono::seconds kIdleMax{30};
 
  private:

@@ -101,6 +101,9 @@ absl::Status SegmentBuild::TakeMemory() {
     return absl::ResourceExhaustedError(
         "building a segment needs more scratch memory than a stream of the device has");
   }
+  // Batches of equal size.
+  const uint32_t batches = (part_.layers() + layers_at_once_ - 1) / layers_at_once_;
+  layers_at_once_ = (part_.layers() + batches - 1) / batches;
   absl::Status pinned = PinAll();
   if (!absl::IsResourceExhausted(pinned)) return pinned;
   uploader_.Release();
