@@ -2,8 +2,7 @@
 #include "engine/sequence/upload_builder.h"
 
 #include <algorithm>
-#include <exception>
-#include <iterator>
+#include <new>
 #include <utility>
 
 #include "common/start_thread.h"
@@ -22,11 +21,6 @@ uint64_t EndOf(const SegmentJob& job) { return job.view->tail_begin + job.tokens
 bool IsOf(const BegunSegment& begun, const SegmentJob& job) {
   return begun.job.view->tail_begin == job.view->tail_begin && begun.job.tokens == job.tokens &&
          begun.job.unclustered == job.unclustered;
-}
-
-void MoveTo(std::vector<BegunSegment>* to, std::vector<BegunSegment>* from) {
-  std::move(from->begin(), from->end(), std::back_inserter(*to));
-  from->clear();
 }
 
 }  // namespace
@@ -67,7 +61,7 @@ std::optional<BegunSegment> UploadBuilder::Take(const Sequence& sequence, const 
   const auto found = uploads_.find(sequence.id());
   if (found == uploads_.end()) return std::nullopt;
   found->second.begins = false;
-  std::vector<BegunSegment>& segments = found->second.segments;
+  Segments& segments = found->second.segments;
   const auto begun = std::find_if(segments.begin(), segments.end(),
                                   [&](const BegunSegment& one) { return IsOf(one, job); });
   if (begun == segments.end()) return std::nullopt;
@@ -77,7 +71,7 @@ std::optional<BegunSegment> UploadBuilder::Take(const Sequence& sequence, const 
 }
 
 void UploadBuilder::Forget(const Sequence& sequence) {
-  std::vector<BegunSegment> dropped;  // dies after the lock
+  Segments dropped;  // dies after the lock
   MutexLock lock(mutex_);
   while (building_ == sequence.id()) changed_.Wait(mutex_);
   const auto found = uploads_.find(sequence.id());
@@ -88,14 +82,14 @@ void UploadBuilder::Forget(const Sequence& sequence) {
 }
 
 bool UploadBuilder::DropAll() {
-  std::vector<BegunSegment> dropped;  // dies after the lock
+  Segments dropped;  // dies after the lock
   MutexLock lock(mutex_);
   const bool building = building_.has_value();
   drop_.store(building, std::memory_order_relaxed);
   for (auto& [id, upload] : uploads_) {
     upload.begins = false;
     upload.dropped = true;
-    MoveTo(&dropped, &upload.segments);
+    dropped.splice(dropped.end(), upload.segments);
   }
   while (building_.has_value()) changed_.Wait(mutex_);
   drop_.store(false, std::memory_order_relaxed);
@@ -125,8 +119,8 @@ UploadBuilder::Uploads::iterator UploadBuilder::NextGrown() {
                       [](const auto& upload) { return upload.second.has_grown; });
 }
 
-std::vector<BegunSegment> UploadBuilder::TakeIdle() {
-  std::vector<BegunSegment> idle;
+UploadBuilder::Segments UploadBuilder::TakeIdle() {
+  Segments idle;
   const auto latest = Clock::now() - kIdleMax;
   for (auto upload = uploads_.begin(); upload != uploads_.end();) {
     const auto sequence = upload->second.sequence.lock();
@@ -135,7 +129,7 @@ std::vector<BegunSegment> UploadBuilder::TakeIdle() {
       ++upload;
       continue;
     }
-    MoveTo(&idle, &upload->second.segments);
+    idle.splice(idle.end(), upload->second.segments);
     upload = uploads_.erase(upload);
   }
   return idle;
@@ -143,9 +137,9 @@ std::vector<BegunSegment> UploadBuilder::TakeIdle() {
 
 void UploadBuilder::Loop() {
   while (true) {
-    std::vector<BegunSegment> idle;  // dies behind the lock, as the next two
+    Segments idle;  // dies behind the lock, as the next two
     std::shared_ptr<Sequence> sequence;
-    std::vector<BegunSegment> segments;
+    Segments segments;
     uint64_t id = 0;
     uint64_t prompt_tokens = 0;
     bool begins = false;
@@ -184,7 +178,7 @@ void UploadBuilder::Loop() {
   }
 }
 
-void UploadBuilder::EndBuilding(uint64_t id, bool begins, std::vector<BegunSegment>* segments) {
+void UploadBuilder::EndBuilding(uint64_t id, bool begins, Segments* segments) {
   {
     MutexLock lock(mutex_);
     const auto found = uploads_.find(id);
@@ -202,14 +196,14 @@ void UploadBuilder::EndBuilding(uint64_t id, bool begins, std::vector<BegunSegme
   changed_.NotifyAll();
 }
 
-bool UploadBuilder::Build(Sequence* sequence, std::vector<BegunSegment>* segments) {
-  size_t built = 0;
+bool UploadBuilder::Build(Sequence* sequence, Segments* segments) {
+  auto next = segments->begin();
   try {
-    while (built < segments->size() && BuildCome(sequence, &(*segments)[built]).ok()) ++built;
+    while (next != segments->end() && BuildCome(sequence, &*next).ok()) ++next;
   } catch (const std::bad_alloc&) {  // as any other failure
   }
-  const bool all = built == segments->size();
-  segments->erase(segments->begin() + static_cast<ptrdiff_t>(built), segments->end());
+  const bool all = next == segments->end();
+  segments->erase(next, segments->end());
   return all;
 }
 
@@ -224,7 +218,7 @@ absl::Status UploadBuilder::BuildCome(Sequence* sequence, BegunSegment* begun) {
 }
 
 bool UploadBuilder::Begin(Sequence* sequence, uint64_t prompt_tokens,
-                          std::vector<BegunSegment>* segments) {
+                          Segments* segments) {
   try {
     while (allowed()) {
       std::optional<uint64_t> begin;

@@ -8,11 +8,11 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
 #include <thread>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "attention/backend.h"
@@ -72,9 +72,11 @@ class UploadBuilder {
   static constexpr std::chrono::seconds kIdleMax{30};
 
  private:
+  // One behind the other. A list, so that they can be handed on without memory.
+  using Segments = std::list<BegunSegment>;
   struct Upload {
     std::weak_ptr<Sequence> sequence;
-    std::vector<BegunSegment> segments;  // one behind the other; the thread's while it builds
+    Segments segments;  // the thread's while it builds
     uint64_t prompt_tokens = 0;
     uint64_t begun_for = 0;  // prompt_tokens when the segments were begun
     std::chrono::steady_clock::time_point grown_at;
@@ -87,16 +89,16 @@ class UploadBuilder {
   void Loop();
   Uploads::iterator NextGrown() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Takes out what nobody waits for any more.
-  std::vector<BegunSegment> TakeIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  Segments TakeIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Begins the runs that are known by now, and builds what has come. False if memory is short, or
   // a segment could not be built: no more are to be begun.
-  bool Begin(Sequence* sequence, uint64_t prompt_tokens, std::vector<BegunSegment>* segments);
-  bool Build(Sequence* sequence, std::vector<BegunSegment>* segments);
+  bool Begin(Sequence* sequence, uint64_t prompt_tokens, Segments* segments);
+  bool Build(Sequence* sequence, Segments* segments);
   absl::Status BuildCome(Sequence* sequence, BegunSegment* begun);
   absl::Status BuildLayers(const Sequence& sequence, BegunSegment* begun);
   absl::Status Wanted(const Sequence& sequence) const;
   // Ends the building of a sequence. The segments are taken back, if anyone wants them.
-  void EndBuilding(uint64_t id, bool begins, std::vector<BegunSegment>* segments);
+  void EndBuilding(uint64_t id, bool begins, Segments* segments);
   bool allowed() const { return options_.allowed == nullptr || options_.allowed(); }
   bool stopping() const { return stopping_.load(std::memory_order_relaxed); }
 

@@ -4,8 +4,11 @@ tokens, so that a prompt has many and they have to take turns in the memory."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import threading
+import weakref
 
 import pytest
 
@@ -32,14 +35,14 @@ from transformers_models import (
     torch,
 )
 
-PARTS, PART_BYTES = 3, 1 << 12
+PARTS, PART_BYTES = upload_memory.PARTS, 1 << 12
+ends: list[int] = []  # of prompts, as each chunk said
 
 
 @pytest.fixture(autouse=True)
 def parts(monkeypatch):
     """What went through memory: the tokens of each chunk, in order; and small parts."""
     for module in (upload, upload_memory):
-        monkeypatch.setattr(module, "PARTS", PARTS)
         monkeypatch.setattr(module, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(upload, "MEMORY_BYTES_MIN", 1)
     sent: list[int] = []
@@ -49,7 +52,10 @@ def parts(monkeypatch):
         chunks = tuple(chunks)
         if memory is not None:
             sent.extend(len(chunk.k) for chunk in chunks)
+        ends.extend(options["prompt_tokens"] for _ in chunks)
         return append(client, sequence, chunks, memory=memory, **options)
+
+    ends.clear()
 
     monkeypatch.setattr(attnd.Client, "append_kv", watched)
     return sent
@@ -87,6 +93,7 @@ def test_tokens_are_those_of_messages(target, parts, dtype):
         got = generate(model, ids, attachment.new_cache(), attention_mask=mask).sequences
     assert torch.equal(got, expected)
     assert sum(parts) == 3 * (100 + 63 + 100) and len(parts) > 3 * 3 * PARTS
+    assert set(ends) == {63, 100}
 
 
 def test_a_prompt_in_chunks(target, parts):
@@ -98,6 +105,7 @@ def test_a_prompt_in_chunks(target, parts):
             model(ids[:, start : {0: 20, 20: 55, 55: 89}[start]], past_key_values=cache)
         assert torch.equal(generate(model, ids, cache).sequences, expected)
     assert sum(parts) == 2 * 3 * 89
+    assert set(ends) == {20, 0}  # behind the first piece nobody knows
 
 
 def test_prompts_take_turns_in_one_memory(target, parts, monkeypatch):
@@ -126,6 +134,115 @@ def test_prompts_at_once_have_a_memory_each(target, parts, monkeypatch):
         with attachment.new_cache() as cache:
             generate(model, prompts[0], cache)
         assert len(made) == 2
+
+
+def test_what_is_over_is_let_go(target, parts, monkeypatch):
+    """Memories, without the help of the collector of cycles."""
+    made: list[weakref.ref[KvMemory]] = []
+    make = attnd.Client.kv_memory
+
+    def kv_memory(*args, **options):
+        memory = make(*args, **options)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(attnd.Client, "kv_memory", kv_memory)
+    model = load(TINY[0])
+    gc.collect()
+    gc.disable()
+    try:
+        with attached(model, target, memory=True) as attachment:
+            for _ in range(3):
+                with attachment.new_cache() as cache, torch.no_grad():
+                    model(prompt(TINY[0], 3, 40), past_key_values=cache)
+                    cache.end_prompt()
+            assert len(made) == 3 + 2 * 2  # one is kept for the next prompt
+            assert sum(one() is not None for one in made) == 1
+    finally:
+        gc.enable()
+
+
+def test_closing_ends_behind_a_part(target, parts, monkeypatch):
+    """However many parts a layer has."""
+    begun, go_on = threading.Event(), threading.Event()
+    append = attnd.Client.append_kv
+    sent: list[int] = []
+
+    def slow(*args, **options):
+        sent.append(1)
+        begun.set()
+        go_on.wait(10)
+        return append(*args, **options)
+
+    monkeypatch.setattr(attnd.Client, "append_kv", slow)
+    model = load(TINY[0])
+    with attached(model, target, memory=True) as attachment, torch.no_grad():
+        with attachment.new_cache() as cache:
+            model(prompt(TINY[0], 1, 200), past_key_values=cache)
+            assert begun.wait(10)
+            threading.Timer(0.2, go_on.set).start()
+        # The part that was under way, and at most the one behind it, which had been copied.
+        assert len(sent) <= 2
+
+
+class Recorded:
+    """A stream, or an event, that notes what is asked of it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log = log
+        self._name = name
+
+    def synchronize(self) -> None:
+        self._log.append(f"awaited {self._name}")
+
+    def wait_event(self, event: Recorded) -> None:
+        self._log.append(f"waits for {event._name}")
+
+
+def test_copies_beside_a_model(target, parts, monkeypatch):
+    """As from a GPU: a stream waits for the layer, and a part is handed over once it is there, with
+    the next one on its way. Streams are used again."""
+    log: list[str] = []
+    made: list[Recorded] = []
+    append = attnd.Client.append_kv
+
+    def sent(*args, memory=None, **options):
+        if memory is not None:
+            log.append("sent")
+        return append(*args, memory=memory, **options)
+
+    def now(device) -> Recorded:
+        event = Recorded(log, f"event {len(log)}")
+        log.append(f"made {event._name}")
+        return event
+
+    def take(self, device) -> Recorded:
+        if not self._streams:
+            made.append(Recorded(log, "stream"))
+            return made[-1]
+        return self._streams.pop()
+
+    monkeypatch.setattr(attnd.Client, "append_kv", sent)
+    monkeypatch.setattr(upload, "_now", now)
+    monkeypatch.setattr(upload_memory.UploadMemory, "take_stream", take)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    model = load(TINY[0])
+    with attached(model, target, memory=True) as attachment:
+        for _ in range(2):
+            ids = prompt(TINY[0], 1, 60)
+            got = generate(model, ids, attachment.new_cache()).sequences
+            assert torch.equal(got, local_of(model, ids))
+    assert len(made) == 1 and "awaited stream" not in log
+    waits = [line for line in log if line.startswith("waits for")]
+    assert len(waits) == 2 * 3  # for each layer
+    events = [line.removeprefix("made ") for line in log if line.startswith("made ")]
+    layers = [line.removeprefix("waits for ") for line in waits]
+    copies = [event for event in events if event not in layers]
+    assert len(copies) == len(parts) == log.count("sent")
+    for number, place in enumerate(at for at, line in enumerate(log) if line == "sent"):
+        assert f"awaited {copies[number]}" in log[:place]
+        later = [copy for copy in copies[number + 1 :] if f"awaited {copy}" in log[:place]]
+        assert not later, "one at a time"
 
 
 def test_small_prompts_are_messages(target, parts, monkeypatch):

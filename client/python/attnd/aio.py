@@ -134,6 +134,7 @@ class Client:
     ) -> AppendedKv:
         """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
         there is no limit."""
+        requests.check_prompt_tokens(prompt_tokens)
         with closed_by_errors(memory, wait=False):
             messages = requests.append_requests(
                 sequence_id,

@@ -191,13 +191,14 @@ class Client:
             memory: of which the chunks' arrays are, so that the server takes them from there
                 (:meth:`kv_memory`); closed if this raises. None: they are sent.
             prompt_tokens: what the sequence will have at the prompt's end, with which a server on a
-                GPU is done sooner; 0: not known.
+                GPU is done sooner; 0: not known. A wrong number costs time alone.
             timeout_s: seconds for all of it, segmenting included; None, the default, is no limit.
                 How long an upload may take depends on its size, which only the caller knows, and on
                 the uploads that others send: a long prompt of a large model is many GiB and takes
                 the server minutes to segment. A connection that breaks and a server that ends raise
                 UnavailableError in any case.
         """
+        requests.check_prompt_tokens(prompt_tokens)
         messages = _Upload(
             requests.append_requests(
                 sequence_id,

@@ -172,6 +172,15 @@ def open_request(
     return request
 
 
+def check_prompt_tokens(prompt_tokens: int) -> None:
+    """
+    Raises:
+        ValueError: if an upload cannot say so.
+    """
+    if not 0 <= prompt_tokens < 1 << 64:
+        raise ValueError(f"prompt_tokens is {prompt_tokens}; allowed are 0..2^64 - 1")
+
+
 def append_requests(
     sequence_id: int,
     chunks: Iterable[KvChunk],

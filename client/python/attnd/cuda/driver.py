@@ -195,11 +195,14 @@ class CudaGpu:
 
     def own_stream(self) -> Any:
         if self._own_stream is None:
-            handle = ctypes.c_void_p()
-            flags = ctypes.c_uint(_STREAM_NON_BLOCKING)
-            self._context.call("cuStreamCreate", ctypes.byref(handle), flags)
-            self._own_stream = self._torch.cuda.ExternalStream(handle.value, self._device)
+            self._own_stream = self.new_stream()
         return self._own_stream
+
+    def new_stream(self) -> Any:
+        handle = ctypes.c_void_p()
+        flags = ctypes.c_uint(_STREAM_NON_BLOCKING)
+        self._context.call("cuStreamCreate", ctypes.byref(handle), flags)
+        return self._torch.cuda.ExternalStream(handle.value, self._device)
 
     def capturing(self) -> bool:
         # PyTorch's own question is about the thread's current GPU.

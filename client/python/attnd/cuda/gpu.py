@@ -82,8 +82,15 @@ class Gpu(Protocol):
     def stream(self) -> int:
         """The calling thread's current stream."""
 
+    @property
+    def device(self) -> Any:
+        """The torch.device."""
+
     def own_stream(self) -> Any:
         """A torch.cuda.Stream that nobody else has, the same each time; PyTorch shares its own."""
+
+    def new_stream(self) -> Any:
+        """Another one each time, which lasts as long as the process."""
 
     def capturing(self) -> bool:
         """Whether the current stream is captured into a graph."""

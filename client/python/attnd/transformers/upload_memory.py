@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 
+import torch
+
 from attnd.client import Client
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import Gpu
@@ -18,8 +20,8 @@ _LOGGER = logging.getLogger(__name__)
 PARTS = 2
 # Of a part, keys and values together, and their alignment.
 PART_BYTES = (32 << 20) + 64
-# Memories whose unmapping CUDA has refused: they must not go, as it would take what lies there
-# later for them.
+# Memories whose unmapping CUDA has refused, or that copies may be on their way to: they must not
+# go, as it would take what lies there later for them.
 _kept: list[KvMemory] = []
 
 
@@ -34,8 +36,9 @@ class UploadMemory:
         self._client = client
         self._gpu = gpu
         self._lock = threading.Lock()
-        self._free: KvMemory | None = None  # guarded by the lock, as the next two
+        self._free: KvMemory | None = None  # guarded by the lock, as the next three
         self._mapped: list[KvMemory] = []  # that the GPU knows
+        self._streams: list[torch.cuda.Stream] = []
         self._closed = False
         self._warn = OneWarning("prompts are sent as messages, not through shared memory")
 
@@ -76,6 +79,25 @@ class UploadMemory:
                 self._end(memory)
             else:
                 self._free = memory
+
+    def abandon(self, memory: KvMemory) -> None:
+        """In place of give_back, of memory that copies may still be on their way to: the server has
+        no more of it, and it stays where it is."""
+        with self._lock:
+            _kept.append(memory)
+        memory.close()
+
+    def take_stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """For copies from the GPU that knows the memory: a stream that neither a model nor another
+        upload has, until give_stream. None for another GPU, where PyTorch has shared ones alone."""
+        if self._gpu is None or device != self._gpu.device:
+            return None
+        with self._lock:
+            return self._streams.pop() if self._streams else self._gpu.new_stream()
+
+    def give_stream(self, stream: torch.cuda.Stream) -> None:
+        with self._lock:
+            self._streams.append(stream)
 
     def close(self) -> None:
         """What is given back from here on ends."""
