@@ -40,7 +40,8 @@ class Backend;
 struct SegmentPart {
   uint32_t first_layer = 0;
   uint32_t end_layer = 0;
-  // Whether a client waits for it, as at a prompt's end; else all other work may go first.
+  // Whether a client waits for it, or will at the end of the prompt that it uploads; else all other
+  // work may go first.
   bool awaited = false;
   uint32_t layers() const { return end_layer - first_layer; }
 };

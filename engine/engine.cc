@@ -92,7 +92,7 @@ void EngineImpl::WaitForBackground() {
 
 bool EngineImpl::DropCopies() {
   // A prompt's tokens come in large pieces, which may find no room in a budget that has some left.
-  if (segmenter_.DropUploads()) return true;
+  if (InUse(kNoUploads) && segmenter_.DropUploads()) return true;
   if (!InUse(kNoCopies)) return false;
   // Steps use sequences while they are being ordered, so each time is read once.
   std::vector<std::pair<std::chrono::steady_clock::time_point, std::shared_ptr<Sequence>>> all;

@@ -197,13 +197,16 @@ class EngineImpl final : public Engine {
   }
   // Early segments are copies: they leave memory for tokens that have no other place.
   static constexpr uint64_t kNoCopies = 6;
+  // What is built of prompts that are uploaded goes before that.
+  static constexpr uint64_t kNoUploads = 4;
   // A prompt that could outgrow memory does not wait for its end to become segments...
   static constexpr uint64_t kSegmentsMeanwhile = 4;
   // ... and waits for them when it would take the room that building them needs.
   static constexpr uint64_t kSegmentsFirst = 6;
 
-  // Drops the early segments of one sequence, the one used longest ago. False if there are none, or
-  // if enough of the budget is free for it not to be what a caller lacks. Not under any lock.
+  // Drops what is built of prompts that are uploaded; else the early segments of one sequence, the
+  // one used longest ago. False if there are none, or if enough of the budget is free for it not to
+  // be what a caller lacks. Not under any lock.
   bool DropCopies();
   // Repeats `call` while it finds no room in the budget and there are copies to drop.
   template <typename F>

@@ -6,6 +6,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
+#include <list>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -41,17 +43,20 @@ class LeasePool {
   void Add(std::unique_ptr<T> thing) {
     MutexLock lock(mutex_);
     free_.push_back(std::move(thing));
-    changed_.NotifyOne();
+    changed_.NotifyAll();  // the first of those that wait is to have it
   }
 
-  // Waits until one is free, or `alive`, which is asked now and then, says no.
+  // Waits until one is free and those that came before have had theirs, or `alive`, which is asked
+  // now and then, says no.
   absl::StatusOr<Lease> Take(absl::FunctionRef<absl::Status()> alive) {
     constexpr std::chrono::microseconds kPoll{2000};
+    const Place place(this);
     while (true) {
       {
         MutexLock lock(mutex_);
-        if (free_.empty()) changed_.WaitFor(mutex_, kPoll);
-        if (!free_.empty()) return TakeLast();
+        const auto is_mine = [&] { return !free_.empty() && waiting_.front() == place.number; };
+        if (!is_mine()) changed_.WaitFor(mutex_, kPoll);
+        if (is_mine()) return TakeLast();
       }
       ATTND_RETURN_IF_ERROR(alive());
     }
@@ -65,6 +70,25 @@ class LeasePool {
   }
 
  private:
+  // Among those that wait.
+  struct Place {
+    explicit Place(LeasePool* p) : pool(p) {
+      MutexLock lock(pool->mutex_);
+      number = pool->next_place_++;
+      pool->waiting_.push_back(number);
+    }
+    ~Place() {
+      MutexLock lock(pool->mutex_);
+      pool->waiting_.remove(number);
+      pool->changed_.NotifyAll();
+    }
+    Place(const Place&) = delete;
+    Place& operator=(const Place&) = delete;
+
+    LeasePool* const pool;
+    uint64_t number = 0;
+  };
+
   Lease TakeLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     std::unique_ptr<T> thing = std::move(free_.back());
     free_.pop_back();
@@ -74,6 +98,8 @@ class LeasePool {
   Mutex mutex_;
   CondVar changed_;
   std::vector<std::unique_ptr<T>> free_ ABSL_GUARDED_BY(mutex_);
+  std::list<uint64_t> waiting_ ABSL_GUARDED_BY(mutex_);  // in their order
+  uint64_t next_place_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace attnd::gpu

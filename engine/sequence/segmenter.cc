@@ -31,9 +31,9 @@ constexpr std::chrono::microseconds kQuantum{700};
 // How often a prefill that waits for another looks whether it is still wanted.
 constexpr std::chrono::microseconds kCancelPoll{20000};
 
-// Steps go first when builders and steps want the same core: builders are nicer than the thread
-// that starts them, which has the process's own niceness. Advice only; beyond 19 the system takes
-// it for 19.
+// Steps go first when builders and steps want the same core: builders on a CPU are nicer than the
+// thread that starts them, which has the process's own niceness. Advice only; beyond 19 the system
+// takes it for 19.
 constexpr int kBuilderNiceness = 10;
 
 void LowerPriority() {
@@ -248,8 +248,11 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
 absl::StatusOr<Segmenter::Built> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
                                                   uint32_t threads, bool awaited,
                                                   const std::atomic<bool>* cancelled) {
-  if (auto begun = job.early ? std::nullopt : uploads_.Take(*sequence, job); begun.has_value()) {
-    if (BuildRest(*sequence, &*begun, cancelled).ok()) return Install(sequence, *std::move(begun));
+  if (auto begun = job.early ? std::nullopt : uploads_.Take(*sequence, job, cancelled);
+      begun.has_value()) {
+    if (BuildRest(sequence, &*begun, awaited, cancelled).ok()) {
+      return Install(sequence, *std::move(begun));
+    }
     ATTND_RETURN_IF_ERROR(Wanted(*sequence, cancelled));
   }  // its memory is free again
   const uint64_t number = next_segment_id_.fetch_add(1, std::memory_order_relaxed);
@@ -258,14 +261,17 @@ absl::StatusOr<Segmenter::Built> Segmenter::Build(Sequence* sequence, const Segm
   return Install(sequence, std::move(begun));
 }
 
-absl::Status Segmenter::BuildRest(const Sequence& sequence, BegunSegment* begun,
+absl::Status Segmenter::BuildRest(Sequence* sequence, BegunSegment* begun, bool awaited,
                                   const std::atomic<bool>* cancelled) {
-  const uint32_t layers = sequence.shape().layers;
+  const uint32_t layers = sequence->shape().layers;
+  if (sequence->LayersWith(begun->job) != layers) {
+    return absl::AbortedError("the tokens have changed");
+  }
   if (begun->layers == layers) return absl::OkStatus();
-  const attention::SegmentPart rest{begun->layers, layers, /*awaited=*/true};
+  const attention::SegmentPart rest{begun->layers, layers, awaited};
   return backend_->BuildSegment(begun->builder.get(), rest, [&] {
     gate_->YieldToSteps();
-    return Wanted(sequence, cancelled);
+    return Wanted(*sequence, cancelled);
   });
 }
 

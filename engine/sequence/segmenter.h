@@ -121,7 +121,7 @@ class Segmenter {
   absl::StatusOr<Built> Build(Sequence* sequence, const SegmentJob& job, uint32_t threads,
                               bool awaited, const std::atomic<bool>* cancelled);
   // Lets the backend build the layers that are left of what it has begun.
-  absl::Status BuildRest(const Sequence& sequence, BegunSegment* begun,
+  absl::Status BuildRest(Sequence* sequence, BegunSegment* begun, bool awaited,
                          const std::atomic<bool>* cancelled);
   absl::StatusOr<Built> Install(Sequence* sequence, BegunSegment begun);
   // Lets the backend build all, or else builds with HeadBuilders.

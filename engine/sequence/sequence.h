@@ -47,6 +47,7 @@ struct SegmentJob {
   uint32_t tokens = 0;
   uint32_t unclustered = 0;
   bool early = false;
+  bool cut = false;  // shorter than a run, as the prompt is said to end there
 };
 
 enum class BuildKind { kSegment, kEarly };

@@ -46,7 +46,10 @@ std::optional<SegmentJob> Sequence::UploadedRun(std::optional<uint64_t> begin, u
                                  ends ? kSegmentTokensMin : run, run);
   if (job.tokens == 0 || come < first + job.tokens) return std::nullopt;
   job.unclustered = UnclusteredTokens(first, policy().sink);
-  job.view = TailView(first);
+  job.cut = job.tokens < run;
+  const auto view = TailView(first);
+  view->tail.resize(Tail::BlocksOf(first, first + job.tokens));  // it keeps no others alive
+  job.view = view;
   return job;
 }
 

@@ -2,6 +2,7 @@
 #include "engine/sequence/upload_builder.h"
 
 #include <algorithm>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -13,6 +14,9 @@ namespace {
 
 // Between two looks for uploads that nobody goes on with.
 constexpr std::chrono::milliseconds kIdlePoll{500};
+
+// How often a prompt's end that waits looks whether it is still wanted.
+constexpr std::chrono::milliseconds kCancelPoll{20};
 
 using Clock = std::chrono::steady_clock;
 
@@ -55,12 +59,18 @@ void UploadBuilder::OnUploaded(const std::shared_ptr<Sequence>& sequence, uint64
   changed_.NotifyAll();
 }
 
-std::optional<BegunSegment> UploadBuilder::Take(const Sequence& sequence, const SegmentJob& job) {
+std::optional<BegunSegment> UploadBuilder::Take(const Sequence& sequence, const SegmentJob& job,
+                                                const std::atomic<bool>* cancelled) {
   MutexLock lock(mutex_);
-  while (building_ == sequence.id()) changed_.Wait(mutex_);
+  if (const auto found = uploads_.find(sequence.id()); found != uploads_.end()) {
+    found->second.ending = true;
+  }
+  while (building_ == sequence.id()) {
+    if (cancelled != nullptr && cancelled->load(std::memory_order_relaxed)) return std::nullopt;
+    changed_.WaitFor(mutex_, kCancelPoll);
+  }
   const auto found = uploads_.find(sequence.id());
   if (found == uploads_.end()) return std::nullopt;
-  found->second.begins = false;
   Segments& segments = found->second.segments;
   const auto begun = std::find_if(segments.begin(), segments.end(),
                                   [&](const BegunSegment& one) { return IsOf(one, job); });
@@ -71,28 +81,24 @@ std::optional<BegunSegment> UploadBuilder::Take(const Sequence& sequence, const 
 }
 
 void UploadBuilder::Forget(const Sequence& sequence) {
-  Segments dropped;  // dies after the lock
+  Uploads forgotten;  // dies after the lock
   MutexLock lock(mutex_);
-  while (building_ == sequence.id()) changed_.Wait(mutex_);
-  const auto found = uploads_.find(sequence.id());
-  if (found == uploads_.end()) return;
-  dropped.swap(found->second.segments);
-  uploads_.erase(found);
+  forgotten.insert(uploads_.extract(sequence.id()));
   changed_.NotifyAll();
 }
 
 bool UploadBuilder::DropAll() {
   Segments dropped;  // dies after the lock
   MutexLock lock(mutex_);
-  const bool building = building_.has_value();
-  drop_.store(building, std::memory_order_relaxed);
   for (auto& [id, upload] : uploads_) {
     upload.begins = false;
     upload.dropped = true;
     dropped.splice(dropped.end(), upload.segments);
   }
-  while (building_.has_value()) changed_.Wait(mutex_);
-  drop_.store(false, std::memory_order_relaxed);
+  const bool building = building_.has_value();
+  const uint64_t work = work_;
+  if (building) drop_.store(work, std::memory_order_relaxed);
+  while (building_.has_value() && work_ == work) changed_.Wait(mutex_);
   return building || !dropped.empty();
 }
 
@@ -115,67 +121,83 @@ void UploadBuilder::Shutdown() {
 }
 
 UploadBuilder::Uploads::iterator UploadBuilder::NextGrown() {
-  return std::find_if(uploads_.begin(), uploads_.end(),
-                      [](const auto& upload) { return upload.second.has_grown; });
+  return std::find_if(uploads_.begin(), uploads_.end(), [](const auto& upload) {
+    return upload.second.has_grown && !upload.second.ending;
+  });
 }
 
-UploadBuilder::Segments UploadBuilder::TakeIdle() {
-  Segments idle;
-  const auto latest = Clock::now() - kIdleMax;
+UploadBuilder::Uploads UploadBuilder::TakeIdle() {
+  Uploads idle;
+  const auto now = Clock::now();
+  if (now < idle_looked_ + kIdlePoll) return idle;
+  idle_looked_ = now;
   for (auto upload = uploads_.begin(); upload != uploads_.end();) {
-    const auto sequence = upload->second.sequence.lock();
-    const bool wanted = sequence != nullptr && !sequence->closed();
-    if (wanted && upload->second.grown_at > latest) {
-      ++upload;
-      continue;
-    }
-    idle.splice(idle.end(), upload->second.segments);
-    upload = uploads_.erase(upload);
+    const auto next = std::next(upload);
+    const bool paused = upload->second.grown_at < now - kIdleMax;
+    if (paused || upload->second.sequence.expired()) idle.insert(uploads_.extract(upload));
+    upload = next;
   }
+  if (!idle.empty()) changed_.NotifyAll();
   return idle;
+}
+
+UploadBuilder::Work UploadBuilder::TakeWork() {
+  Work work;
+  const auto next = NextGrown();
+  if (next == uploads_.end()) return work;
+  Upload& upload = next->second;
+  upload.has_grown = false;
+  work.sequence = upload.sequence.lock();
+  if (work.sequence == nullptr) {
+    changed_.NotifyAll();  // perhaps none has grown now
+    return work;
+  }
+  work.id = next->first;
+  work.begins = upload.begins;
+  work.segments.swap(upload.segments);
+  const bool moved = upload.begun_for != upload.prompt_tokens;
+  if (moved && !work.segments.empty() && work.segments.back().job.cut) {
+    work.dropped.splice(work.dropped.end(), work.segments, std::prev(work.segments.end()));
+  }
+  work.prompt_tokens = upload.begun_for = upload.prompt_tokens;
+  upload.dropped = false;
+  building_ = work.id;
+  ++work_;
+  return work;
 }
 
 void UploadBuilder::Loop() {
   while (true) {
-    Segments idle;  // dies behind the lock, as the next two
-    std::shared_ptr<Sequence> sequence;
-    Segments segments;
-    uint64_t id = 0;
-    uint64_t prompt_tokens = 0;
-    bool begins = false;
+    Uploads idle;  // dies after the lock
+    Work work;
+    uint64_t number = 0;
     {
       MutexLock lock(mutex_);
-      Uploads::iterator next = uploads_.end();
-      while (!stopping() && (next = NextGrown()) == uploads_.end() && idle.empty()) {
+      if (stopping()) return;
+      idle = TakeIdle();
+      if (idle.empty()) work = TakeWork();
+      number = work_;
+      if (idle.empty() && work.sequence == nullptr && NextGrown() == uploads_.end()) {
         if (uploads_.empty()) {
           changed_.Wait(mutex_);
         } else {
           changed_.WaitFor(mutex_, kIdlePoll);
-          idle = TakeIdle();
         }
       }
-      if (stopping()) return;
-      if (next == uploads_.end()) continue;
-      Upload& upload = next->second;
-      upload.has_grown = false;
-      sequence = upload.sequence.lock();
-      if (sequence == nullptr) {
-        changed_.NotifyAll();  // perhaps none has grown now
-        continue;
-      }
-      id = next->first;
-      begins = upload.begins;
-      upload.dropped = false;
-      segments.swap(upload.segments);
-      // The last one may end where the prompt was said to end.
-      if (upload.begun_for != upload.prompt_tokens && !segments.empty()) segments.pop_back();
-      prompt_tokens = upload.begun_for = upload.prompt_tokens;
-      building_ = id;
     }
-    if (begins) begins = Begin(sequence.get(), prompt_tokens, &segments);
-    begins &= Build(sequence.get(), &segments);
-    EndBuilding(id, begins, &segments);
+    if (work.sequence == nullptr) continue;
+    work.dropped.clear();
+    Sequence* const sequence = work.sequence.get();
+    bool begins = work.begins && Begin(sequence, work.prompt_tokens, &work.segments);
+    begins &= Build(sequence, number, &work.segments);
+    EndBuilding(work.id, begins, &work.segments);
   }
+}
+
+bool UploadBuilder::IsEnding(uint64_t id) {
+  MutexLock lock(mutex_);
+  const auto found = uploads_.find(id);
+  return found == uploads_.end() || found->second.ending;
 }
 
 void UploadBuilder::EndBuilding(uint64_t id, bool begins, Segments* segments) {
@@ -196,10 +218,10 @@ void UploadBuilder::EndBuilding(uint64_t id, bool begins, Segments* segments) {
   changed_.NotifyAll();
 }
 
-bool UploadBuilder::Build(Sequence* sequence, Segments* segments) {
+bool UploadBuilder::Build(Sequence* sequence, uint64_t work, Segments* segments) {
   auto next = segments->begin();
   try {
-    while (next != segments->end() && BuildCome(sequence, &*next).ok()) ++next;
+    while (next != segments->end() && BuildCome(sequence, work, &*next).ok()) ++next;
   } catch (const std::bad_alloc&) {  // as any other failure
   }
   const bool all = next == segments->end();
@@ -207,18 +229,18 @@ bool UploadBuilder::Build(Sequence* sequence, Segments* segments) {
   return all;
 }
 
-absl::Status UploadBuilder::BuildCome(Sequence* sequence, BegunSegment* begun) {
+absl::Status UploadBuilder::BuildCome(Sequence* sequence, uint64_t work, BegunSegment* begun) {
   const uint32_t all = sequence->shape().layers;
   const uint32_t come = sequence->LayersWith(begun->job);
   if (come < begun->layers || come == 0) return absl::AbortedError("the tokens have changed");
-  while (begun->layers < all && (come == all || come >= begun->layers + kLayersAtOnce)) {
-    ATTND_RETURN_IF_ERROR(BuildLayers(*sequence, begun));
+  while (begun->layers < all && (come == all || come >= begun->layers + kLayersAtOnce) &&
+         !IsEnding(sequence->id())) {
+    ATTND_RETURN_IF_ERROR(BuildLayers(*sequence, work, begun));
   }
   return absl::OkStatus();
 }
 
-bool UploadBuilder::Begin(Sequence* sequence, uint64_t prompt_tokens,
-                          Segments* segments) {
+bool UploadBuilder::Begin(Sequence* sequence, uint64_t prompt_tokens, Segments* segments) {
   try {
     while (allowed()) {
       std::optional<uint64_t> begin;
@@ -235,22 +257,23 @@ bool UploadBuilder::Begin(Sequence* sequence, uint64_t prompt_tokens,
   return false;
 }
 
-absl::Status UploadBuilder::BuildLayers(const Sequence& sequence, BegunSegment* begun) {
+absl::Status UploadBuilder::BuildLayers(const Sequence& sequence, uint64_t work,
+                                        BegunSegment* begun) {
   const auto start = Clock::now();
   const uint32_t end = std::min(begun->layers + kLayersAtOnce, sequence.shape().layers);
   const auto proceed = [&] {
     gate_->YieldToSteps();
-    return Wanted(sequence);
+    return Wanted(sequence, work);
   };
   const attention::SegmentPart part{begun->layers, end, /*awaited=*/true};
   ATTND_RETURN_IF_ERROR(backend_->BuildSegment(begun->builder.get(), part, proceed));
   begun->layers = end;
   begun->time_spent += Clock::now() - start;
-  return Wanted(sequence);
+  return Wanted(sequence, work);
 }
 
-absl::Status UploadBuilder::Wanted(const Sequence& sequence) const {
-  const bool dropped = drop_.load(std::memory_order_relaxed);
+absl::Status UploadBuilder::Wanted(const Sequence& sequence, uint64_t work) const {
+  const bool dropped = drop_.load(std::memory_order_relaxed) == work;
   if (!dropped && !sequence.closed() && !stopping()) return absl::OkStatus();
   return absl::CancelledError("what was built of an upload is not wanted any more");
 }

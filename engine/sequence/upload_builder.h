@@ -31,9 +31,9 @@ namespace attnd::engine {
 //
 // Nothing depends on it. What was begun is a copy until the prompt is complete and the segment
 // fits (Sequence::Install): it is dropped where memory is short, when the upload pauses for
-// kIdleMax, and if other tokens have come in the place of those that it was built from. A segment
-// that cannot be built is dropped with those behind it. The prompt's end then builds them from the
-// start.
+// kIdleMax or its sequence is closed, and if other tokens have come in the place of those that it
+// was built from. A segment that cannot be built is dropped with those behind it. The prompt's end
+// then builds them from the start.
 //
 // Thread-safe. Owns a thread, which throws no exceptions.
 class UploadBuilder {
@@ -54,13 +54,14 @@ class UploadBuilder {
   // To be called when tokens of a prompt have been appended. prompt_tokens: what the sequence will
   // have at the prompt's end, as its client says; 0: it does not, and whole runs are built alone.
   void OnUploaded(const std::shared_ptr<Sequence>& sequence, uint64_t prompt_tokens);
-  // What has been built of this job's segment, the caller's now; waits for the piece that is being
-  // built, some 100 ms at most. No further segments of the sequence are begun.
-  std::optional<BegunSegment> Take(const Sequence& sequence, const SegmentJob& job);
-  // Drops what is left of a sequence, whose prompt is complete.
+  // What has been built of this job's segment, the caller's now; nothing more of the sequence is
+  // built here. Waits for the layers that are being built, unless `cancelled` (null: never) is set.
+  std::optional<BegunSegment> Take(const Sequence& sequence, const SegmentJob& job,
+                                   const std::atomic<bool>* cancelled);
+  // Drops what is left of a sequence, whose prompt is complete. Does not wait.
   void Forget(const Sequence& sequence);
-  // Drops all that was begun, and begins none of these uploads' segments any more. Whether there
-  // was something.
+  // Drops all that was begun, and begins none of these uploads' segments any more. Waits for the
+  // layers that are being built. Whether there was something.
   bool DropAll();
 
   void WaitUntilIdle();
@@ -82,21 +83,33 @@ class UploadBuilder {
     std::chrono::steady_clock::time_point grown_at;
     bool has_grown = false;  // since the thread has looked
     bool begins = true;      // further segments
+    bool ending = false;     // the prompt's end builds what is left
     bool dropped = false;    // what the thread has of it is not taken back
   };
   using Uploads = std::map<uint64_t, Upload>;  // by the sequences' ids
 
   void Loop();
+  // What the thread has taken to build.
+  struct Work {
+    uint64_t id = 0;
+    std::shared_ptr<Sequence> sequence;  // null: nothing
+    Segments segments;
+    Segments dropped;
+    uint64_t prompt_tokens = 0;
+    bool begins = false;
+  };
+  Work TakeWork() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Uploads::iterator NextGrown() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Takes out what nobody waits for any more.
-  Segments TakeIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Takes out what nobody waits for any more, if it is time to look.
+  Uploads TakeIdle() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool IsEnding(uint64_t id);
   // Begins the runs that are known by now, and builds what has come. False if memory is short, or
   // a segment could not be built: no more are to be begun.
   bool Begin(Sequence* sequence, uint64_t prompt_tokens, Segments* segments);
-  bool Build(Sequence* sequence, Segments* segments);
-  absl::Status BuildCome(Sequence* sequence, BegunSegment* begun);
-  absl::Status BuildLayers(const Sequence& sequence, BegunSegment* begun);
-  absl::Status Wanted(const Sequence& sequence) const;
+  bool Build(Sequence* sequence, uint64_t work, Segments* segments);
+  absl::Status BuildCome(Sequence* sequence, uint64_t work, BegunSegment* begun);
+  absl::Status BuildLayers(const Sequence& sequence, uint64_t work, BegunSegment* begun);
+  absl::Status Wanted(const Sequence& sequence, uint64_t work) const;
   // Ends the building of a sequence. The segments are taken back, if anyone wants them.
   void EndBuilding(uint64_t id, bool begins, Segments* segments);
   bool allowed() const { return options_.allowed == nullptr || options_.allowed(); }
@@ -112,8 +125,10 @@ class UploadBuilder {
   CondVar changed_;
   Uploads uploads_ ABSL_GUARDED_BY(mutex_);
   std::optional<uint64_t> building_ ABSL_GUARDED_BY(mutex_);  // the sequence that is built
+  uint64_t work_ ABSL_GUARDED_BY(mutex_) = 0;                 // how often the thread has begun
+  std::chrono::steady_clock::time_point idle_looked_ ABSL_GUARDED_BY(mutex_);
 
-  std::atomic<bool> drop_{false};  // what is being built
+  std::atomic<uint64_t> drop_{0};  // the work that nobody wants any more
   std::atomic<bool> stopping_{false};
   std::thread thread_;  // last: it uses everything above
 };

@@ -71,7 +71,7 @@ std::byte* SegmentBuild::BlockAt(uint64_t b, uint32_t layer) const {
 absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
   ATTND_RETURN_IF_ERROR(TakeMemory());
   // Whatever ends it: the memory of layers that the device still builds is not given back.
-  const absl::Cleanup idle = [this] { context_->Flush().IgnoreError(); };
+  const absl::Cleanup idle = [this] { OfDevice(context_->Flush()).IgnoreError(); };
   uint32_t fetched = part_.first_layer, taken = part_.first_layer;
   while (fetched < part_.end_layer) {
     ATTND_RETURN_IF_ERROR(proceed());
@@ -104,10 +104,12 @@ absl::Status SegmentBuild::TakeMemory() {
   // Batches of equal size.
   const uint32_t batches = (part_.layers() + layers_at_once_ - 1) / layers_at_once_;
   layers_at_once_ = (part_.layers() + batches - 1) / batches;
+  const uint32_t wanted = layers_at_once_;
   absl::Status pinned = PinAll();
   if (!absl::IsResourceExhausted(pinned)) return pinned;
   uploader_.Release();
   segment_ = nullptr;
+  layers_at_once_ = wanted;
   return BorrowForLayers();
 }
 

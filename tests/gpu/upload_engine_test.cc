@@ -61,7 +61,7 @@ class UploadEngine : public testing::Test {
     EXPECT_TRUE(MatchesModel(sequence, &random_));
   }
 
-  ModelShape shape_ = engine::test::MakeShape(7, 4, 2, 64, 64, DType::kBf16);
+  const ModelShape shape_ = engine::test::MakeShape(10, 4, 2, 64, 64, DType::kBf16);
   const uint64_t seed_ = TestSeed();
   const testing::ScopedTrace trace_{__FILE__, __LINE__, testing::Message() << "seed " << seed_};
   Random random_{seed_};
@@ -72,7 +72,6 @@ class UploadEngine : public testing::Test {
 
 // 1,700 tokens are runs of 512, 512 and, but for the window, 612 tokens.
 TEST_F(UploadEngine, WholeRunsAreBuiltAsLayersCome) {
-  shape_.layers = 10;
   Start();
   TestSequence sequence = Open();
   for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1700);
@@ -93,20 +92,19 @@ TEST_F(UploadEngine, APromptWhoseEndIsKnownIsBuiltToItsEnd) {
   Start();
   TestSequence sequence = Open();
   sequence.prompt_tokens = 1700;
-  for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1700);
-  EXPECT_EQ(Builds(), 3u * 7);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&sequence, layer, 1700);
+  EXPECT_EQ(Builds(), 3u * 10);
   ExpectPrompt(&sequence, 1636);
-  EXPECT_EQ(control_->builds(), 3u * 7);
+  EXPECT_EQ(control_->builds(), 3u * 10);
 }
 
 TEST_F(UploadEngine, AnEndThatIsWrongChangesNothing) {
-  for (const uint64_t said :
-       {uint64_t{1}, uint64_t{1200}, uint64_t{1699}, ~uint64_t{0}}) {
+  for (const uint64_t said : {uint64_t{1}, uint64_t{1200}, uint64_t{1699}, ~uint64_t{0}}) {
     SCOPED_TRACE(testing::Message() << said << " tokens");
     Start();
     TestSequence sequence = Open();
     sequence.prompt_tokens = said;
-    for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1700);
+    for (uint32_t layer = 0; layer < 10; ++layer) Append(&sequence, layer, 1700);
     ExpectPrompt(&sequence, 1636);
   }
 }
@@ -115,21 +113,21 @@ TEST_F(UploadEngine, AnEndThatIsWrongChangesNothing) {
 TEST_F(UploadEngine, AnEndThatMovesIsFollowed) {
   Start();
   TestSequence sequence = Open();
-  for (const uint64_t end : {900, 1300, 1700}) {
+  for (const uint64_t end : {900, 1600, 1700}) {
     sequence.prompt_tokens = end;
-    for (uint32_t layer = 0; layer < 7; ++layer) {
+    for (uint32_t layer = 0; layer < 10; ++layer) {
       Append(&sequence, layer, end - sequence.history.layers[layer].tokens);
     }
     Builds();
   }
-  const uint64_t before = Builds();
+  EXPECT_EQ(Builds(), 4u * 10) << "two runs, a third that is cut after 512 tokens, after 612";
   ExpectPrompt(&sequence, 1636);
-  EXPECT_EQ(control_->builds(), before);
+  EXPECT_EQ(control_->builds(), 4u * 10);
 }
 
 TEST_F(UploadEngine, ChunksOfAllLayersInAnyOrder) {
   Start();
-  for (int round = 0; round < 4; ++round) {
+  for (int round = 0; round < 2; ++round) {
     TestSequence sequence = Open();
     if (round % 2 == 1) sequence.prompt_tokens = 1700;
     Prefill(&sequence, 1700, &random_);
@@ -140,11 +138,11 @@ TEST_F(UploadEngine, ChunksOfAllLayersInAnyOrder) {
 TEST_F(UploadEngine, OtherTokensInTheirPlace) {
   Start();
   TestSequence sequence = Open();
-  for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1700);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&sequence, layer, 1700);
   Builds();
   ASSERT_TRUE(engine_->Truncate(kTenant, sequence.id, 700).ok());
   sequence.history.Truncate(700);
-  for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1000);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&sequence, layer, 1000);
   ExpectPrompt(&sequence, 1636);
 }
 
@@ -155,47 +153,78 @@ TEST_F(UploadEngine, ADeviceThatFailsMeanwhileLosesNothing) {
     TestSequence sequence = Open();
     sequence.prompt_tokens = 1700;
     control_->Set({.call = call});
-    for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1700);
+    for (uint32_t layer = 0; layer < 10; ++layer) Append(&sequence, layer, 1700);
     Builds();
     EXPECT_FALSE(engine_->backend().Health().ok());
     ExpectPrompt(&sequence, 1636);
   }
 }
 
+// In the first part of the segments, and in the second.
 TEST_F(UploadEngine, AnIndexThatIsNoneIsBuiltAnew) {
+  for (const uint32_t good : {0, 8}) {
+    Start();
+    TestSequence sequence = Open();
+    for (uint32_t layer = 0; layer < good; ++layer) Append(&sequence, layer, 1700);
+    EXPECT_EQ(Builds(), 2u * good);
+    control_->Set({.bad_index = true});
+    for (uint32_t layer = good; layer < 10; ++layer) Append(&sequence, layer, 1700);
+    EXPECT_GT(Builds(), 2u * good);
+    control_->Set({});
+    ExpectPrompt(&sequence, 1636);
+  }
+}
+
+// What was built of other tokens is not gone on with at the prompt's end.
+TEST_F(UploadEngine, AnotherPromptInItsPlace) {
   Start();
   TestSequence sequence = Open();
-  control_->Set({.bad_index = true});
-  for (uint32_t layer = 0; layer < 7; ++layer) Append(&sequence, layer, 1700);
-  Builds();
-  control_->Set({});
+  for (uint32_t layer = 0; layer < 8; ++layer) Append(&sequence, layer, 1700);
+  EXPECT_EQ(Builds(), 2u * 8);
+  ASSERT_TRUE(engine_->Truncate(kTenant, sequence.id, 0).ok());
+  sequence.history.Truncate(0);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&sequence, layer, 1700);
   ExpectPrompt(&sequence, 1636);
 }
 
-// A prompt has 6.2 of 16.8 MB, and what is built of it meanwhile 4.6. The second one takes the
+TEST_F(UploadEngine, TokensBeyondTheLastDropNothing) {
+  EngineOptions options = engine::test::SmallOptions();
+  options.max_sequence_tokens = 1700;
+  Start(options);
+  TestSequence uploaded = Open(), full = Open();
+  Prefill(&full, 1700, &random_);
+  FinishPrefill(&full);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&uploaded, layer, 1700);
+  const uint64_t builds = Builds();
+  EXPECT_FALSE(AppendNext(&full, 0, RandomKv(shape_, 1, &random_)).ok());
+  EXPECT_EQ(FinishPrefill(&uploaded).segmented_tokens, 1636u);
+  EXPECT_EQ(control_->builds(), builds + 10) << "the last run";
+}
+
+// A prompt has 8.8 of 23 MB, and what is built of it meanwhile 6.5. The second one takes the
 // latter's place, as copies may only have what is left of three quarters.
 TEST_F(UploadEngine, CopiesMakeRoomForTokens) {
   EngineOptions options = engine::test::SmallOptions();
-  options.memory_budget_bytes = uint64_t{16} << 20;
+  options.memory_budget_bytes = uint64_t{22} << 20;
   Start(options);
   TestSequence first = Open(), second = Open();
-  for (uint32_t layer = 0; layer < 7; ++layer) Append(&first, layer, 1700);
-  EXPECT_EQ(Builds(), 2u * 7);
-  for (uint32_t layer = 0; layer < 7; ++layer) Append(&second, layer, 1700);
-  EXPECT_EQ(Builds(), 2u * 7);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&first, layer, 1700);
+  EXPECT_EQ(Builds(), 2u * 10);
+  for (uint32_t layer = 0; layer < 10; ++layer) Append(&second, layer, 1700);
+  EXPECT_EQ(Builds(), 2u * 10);
   ExpectPrompt(&first, 1636);
   ASSERT_TRUE(engine_->Close(kTenant, first.id).ok());  // indexes of few tokens take much
   ExpectPrompt(&second, 1636);
-  EXPECT_EQ(control_->builds(), (2u + 3 + 3) * 7);
+  EXPECT_EQ(control_->builds(), (2u + 3 + 3) * 10);
 }
 
 TEST_F(UploadEngine, AnUploadThatEndsLeavesNothing) {
   Start();
   for (const bool whole : {false, true}) {
     TestSequence sequence = Open();
-    for (uint32_t layer = 0; layer < (whole ? 7u : 4u); ++layer) Append(&sequence, layer, 1700);
+    for (uint32_t layer = 0; layer < (whole ? 10u : 4u); ++layer) Append(&sequence, layer, 1700);
     EXPECT_EQ(Builds() > 0, whole);
-    EXPECT_GT(engine_->usage().resident_bytes, empty_bytes_ + 2 * 2281216) << "two segments";
+    EXPECT_GT(engine_->usage().resident_bytes, empty_bytes_ + (5 << 20)) << "two segments";
     ASSERT_TRUE(engine_->Close(kTenant, sequence.id).ok());
   }
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);
