@@ -54,9 +54,8 @@ class LeasePool {
     while (true) {
       {
         MutexLock lock(mutex_);
-        const auto is_mine = [&] { return !free_.empty() && waiting_.front() == place.number; };
-        if (!is_mine()) changed_.WaitFor(mutex_, kPoll);
-        if (is_mine()) return TakeLast();
+        if (!IsFirst(place.number)) changed_.WaitFor(mutex_, kPoll);
+        if (IsFirst(place.number)) return TakeLast();
       }
       ATTND_RETURN_IF_ERROR(alive());
     }
@@ -89,6 +88,10 @@ class LeasePool {
     uint64_t number = 0;
   };
 
+  // Whether one is free, for this place.
+  bool IsFirst(uint64_t number) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return !free_.empty() && waiting_.front() == number;
+  }
   Lease TakeLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     std::unique_ptr<T> thing = std::move(free_.back());
     free_.pop_back();
