@@ -94,10 +94,7 @@ absl::StatusOr<Resources> TakeMemory(const CudaBackendOptions& options, uint64_t
   resources.store =
       std::make_shared<DeviceCopyStore>(device, std::move(pages), std::move(index), on_fault);
   for (uint64_t i = 0; i < contexts; ++i) {
-    const bool builds = i == options.streams;
-    const std::vector<StreamUse> uses =
-        builds ? std::vector{StreamUse::kBackground, StreamUse::kAwaitedBuilds}
-               : std::vector{StreamUse::kSteps};
+    const auto uses = UsesOf(/*builds=*/i == options.streams);
     ATTND_ASSIGN_OR_RETURN(auto context, StreamContext::Create(device.get(), uses, room, counts));
     resources.contexts.push_back(std::move(context));
   }
@@ -314,7 +311,6 @@ class CudaBackend : public Backend {
                              return proceed();
                            }));
     ATTND_RETURN_IF_ERROR(Health());
-    context.get()->UseStream(part.awaited ? StreamUse::kAwaitedBuilds : StreamUse::kBackground);
     SegmentBuild build(segment, part, store_.get(), context.get(), &workers_);
     absl::Status status = build.Run(proceed);
     if (build.device_failed()) Degrade(status);

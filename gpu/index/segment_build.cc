@@ -69,6 +69,7 @@ std::byte* SegmentBuild::BlockAt(uint64_t b, uint32_t layer) const {
 }
 
 absl::Status SegmentBuild::Run(absl::FunctionRef<absl::Status()> proceed) {
+  context_->UseStream(part_.awaited ? StreamUse::kAwaitedBuilds : StreamUse::kBackground);
   ATTND_RETURN_IF_ERROR(TakeMemory());
   // Whatever ends it: the memory of layers that the device still builds is not given back.
   const absl::Cleanup idle = [this] { OfDevice(context_->Flush()).IgnoreError(); };

@@ -31,6 +31,13 @@ struct TransferCounts {
   std::atomic<uint64_t> steps_ahead{0}, steps_told{0}, steps_in_vain{0};
 };
 
+// What the streams of a context are for.
+inline std::span<const StreamUse> UsesOf(bool builds) {
+  static constexpr StreamUse kBuilds[] = {StreamUse::kBackground, StreamUse::kAwaitedBuilds};
+  static constexpr StreamUse kSteps[] = {StreamUse::kSteps};
+  return builds ? std::span<const StreamUse>(kBuilds) : kSteps;
+}
+
 // One thread at a time, and one step at a time: a step begins when nothing is under way. `device`
 // and `counts` must outlive it. Errors as Device's.
 class StreamContext {
