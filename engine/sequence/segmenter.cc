@@ -268,10 +268,15 @@ absl::Status Segmenter::BuildRest(Sequence* sequence, BegunSegment* begun, bool 
     return absl::AbortedError("the tokens have changed");
   }
   if (begun->layers == layers) return absl::OkStatus();
-  const attention::SegmentPart rest{begun->layers, layers, awaited};
-  return backend_->BuildSegment(begun->builder.get(), rest, [&] {
+  return BuildPart(*sequence, begun->builder.get(), {begun->layers, layers, awaited}, cancelled);
+}
+
+absl::Status Segmenter::BuildPart(const Sequence& sequence, SegmentBuilder* builder,
+                                  const attention::SegmentPart& part,
+                                  const std::atomic<bool>* cancelled) {
+  return backend_->BuildSegment(builder, part, [&] {
     gate_->YieldToSteps();
-    return Wanted(*sequence, cancelled);
+    return Wanted(sequence, cancelled);
   });
 }
 
@@ -287,10 +292,7 @@ absl::Status Segmenter::BuildSegment(const Sequence& sequence, SegmentBuilder* b
                                      uint32_t threads, bool awaited,
                                      const std::atomic<bool>* cancelled) {
   const attention::SegmentPart all{0, sequence.shape().layers, awaited};
-  absl::Status built = backend_->BuildSegment(builder, all, [&] {
-    gate_->YieldToSteps();
-    return Wanted(sequence, cancelled);
-  });
+  absl::Status built = BuildPart(sequence, builder, all, cancelled);
   if (built.ok()) return built;
   // The backend may have room for a shorter one, which BuildNext then asks for.
   const bool is_long = builder->segment().tokens() > options_.segment_tokens;

@@ -123,6 +123,9 @@ class Segmenter {
   // Lets the backend build the layers that are left of what it has begun.
   absl::Status BuildRest(Sequence* sequence, BegunSegment* begun, bool awaited,
                          const std::atomic<bool>* cancelled);
+  // Lets the backend build a part, as long as it is wanted.
+  absl::Status BuildPart(const Sequence& sequence, attention::SegmentBuilder* builder,
+                         const attention::SegmentPart& part, const std::atomic<bool>* cancelled);
   absl::StatusOr<Built> Install(Sequence* sequence, BegunSegment begun);
   // Lets the backend build all, or else builds with HeadBuilders.
   absl::Status BuildSegment(const Sequence& sequence, attention::SegmentBuilder* builder,

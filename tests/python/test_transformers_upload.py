@@ -56,7 +56,6 @@ def parts(monkeypatch):
         return append(client, sequence, chunks, memory=memory, **options)
 
     ends.clear()
-
     monkeypatch.setattr(attnd.Client, "append_kv", watched)
     return sent
 
