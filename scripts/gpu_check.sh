@@ -150,6 +150,8 @@ echo "Checks"
 check kernels ./gpu_kernels --check
 check indexes ./gpu_index_check
 check steps ./gpu_steps --check --rows=2 --tokens=20000
+check mixed_steps ./gpu_steps --check --rows=6 --tokens=40000,5000,900 \
+  --policies="clusters-top-k+dense@clusters clusters-top-k+error-target@clusters clusters-top-k@clusters"
 # Segments of several slices of a tree's groups, and a row so long that its slices are larger.
 trees="error-target:tolerance=off,floor=0.01@tree error-target@tree"
 check long_steps ./gpu_steps --check --rows=2 --tokens=70000 --policies="${trees}"

@@ -45,15 +45,25 @@ const char* const kStageNames[kStages] = {"prepare", "read",     "score",  "sele
 cudaStream_t side = nullptr;
 cudaEvent_t fork, join;
 
+// All of the layer's units have groups of one size. overlap: prepare runs right before.
+void LaunchGroups(const StepHeader& step, const StepKernels& kernels, bool overlap,
+                  cudaStream_t stream) {
+  for (uint32_t size = 0; size < kCoopSizes; ++size) {
+    if (step.coop_counts[size] == 0) continue;
+    CHECK_CUDA(kernels.cooperative(step, size, overlap, stream));
+  }
+}
+
 void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, uint32_t sms,
              cudaStream_t stream, cudaEvent_t* events) {
   const StepKernels& kernels = KernelsFor(dim);
   const auto mark = [&](int i) {
     if (events != nullptr) CHECK_CUDA(cudaEventRecord(events[i], stream));
   };
+  const bool overlap = events == nullptr;
   mark(0);
   if (CoopUnits(step) == step.units) {
-    CHECK_CUDA(kernels.cooperative(step, false, stream));
+    LaunchGroups(step, kernels, /*overlap=*/false, stream);
     for (int i = 1; i <= 9; ++i) mark(i);
     return;
   }
@@ -62,10 +72,10 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
   if (clusters && side != nullptr) {
     CHECK_CUDA(cudaEventRecord(fork, stream));
     CHECK_CUDA(cudaStreamWaitEvent(side, fork));
-    CHECK_CUDA(kernels.read(step, sms, side));
+    CHECK_CUDA(kernels.read(step, sms, false, side));
     CHECK_CUDA(cudaEventRecord(join, side));
   } else {
-    CHECK_CUDA(kernels.read(step, sms, stream));
+    CHECK_CUDA(kernels.read(step, sms, overlap, stream));
   }
   mark(2);
   if (clusters) CHECK_CUDA(kernels.score(step, sms, stream));
@@ -89,7 +99,7 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
   if (clusters) CHECK_CUDA(kernels.chosen(step, sms, stream));
   if (clusters && side != nullptr) CHECK_CUDA(cudaStreamWaitEvent(stream, join));
   mark(8);
-  CHECK_CUDA(kernels.merge(step, stream));
+  CHECK_CUDA(kernels.merge(step, overlap && !clusters, stream));
   mark(9);
 }
 
@@ -279,7 +289,7 @@ class WholeStep {
     }
     if (CoopUnits(step_) == step_.units) {
       CHECK_CUDA(KernelsFor(dim_).prepare(step_, stream));
-      CHECK_CUDA(KernelsFor(dim_).cooperative(step_, /*overlap=*/true, stream));
+      LaunchGroups(step_, KernelsFor(dim_), /*overlap=*/true, stream);
     } else {
       RunStep(step_, dim_, policy_.kind == UnitKind::kClusters, Measures(policy_), sms_, stream,
               nullptr);

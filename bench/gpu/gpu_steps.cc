@@ -8,6 +8,8 @@
 //
 //   gpu_steps --rows=4 --tokens=131072
 //   gpu_steps --rows=4 build/captures/131072-*.capture: rows take the captures in turn
+//   gpu_steps --tokens=131072,8192 --policies=dense+clusters-top-k: rows take lengths and policies
+//       in turn, so that a step has several kinds of rows
 //   gpu_steps --check --rows=2 --tokens=20000: compares with the CPU backend's answers instead
 #include <cstdint>
 #include <cstdio>
@@ -20,6 +22,9 @@
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
+#include "absl/status/status.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "attention/cpu/cpu_backend.h"
 #include "bench/gpu/step_rows.h"
@@ -30,7 +35,7 @@
 #include "gpu/device/device.h"
 
 ABSL_FLAG(uint32_t, rows, 4, "sequences of a step");
-ABSL_FLAG(uint64_t, tokens, 131072, "tokens of each");
+ABSL_FLAG(std::vector<std::string>, tokens, {"131072"}, "tokens of each; rows take them in turn");
 ABSL_FLAG(uint32_t, head_dim, 128, "elements of a head");
 ABSL_FLAG(uint32_t, query_heads, 32, "query heads");
 ABSL_FLAG(uint32_t, kv_heads, 8, "KV heads");
@@ -43,7 +48,8 @@ ABSL_FLAG(std::string, policies,
           "dense error-target:tolerance=off,floor=0.02@clusters error-target@clusters "
           "error-target:tolerance=off,floor=0.01@tree error-target@tree "
           "error-target:tolerance=0.1@tree error-target:tolerance=0.02@tree",
-          "policies, separated by spaces: NAME[:key=value,...][@INDEX]");
+          "policies, separated by spaces: NAME[:key=value,...][+NAME...][@INDEX]; rows take those "
+          "that a + joins in turn");
 
 namespace attnd::bench {
 namespace {
@@ -64,7 +70,7 @@ std::unique_ptr<Backend> MakeGpu(std::shared_ptr<Backend> cpu, uint32_t timed_st
 
 struct Case {
   std::string name;
-  attention::Policy policy;
+  std::vector<attention::Policy> policies;
   StepRows* rows;
   std::vector<double> wait, score, select, attend, merge, device, read, error, predicted;
 };
@@ -78,10 +84,10 @@ bool Check(Backend* gpu, Backend* cpu, const std::vector<Case>& cases) {
       "|---|---|---|---|\n");
   for (const Case& c : cases) {
     StepRows& rows = *c.rows;
-    rows.Run(gpu, c.policy);
+    rows.Run(gpu, c.policies);
     const std::vector<float> outputs = rows.outputs();
     const double read = rows.ReadShare(), predicted = rows.PredictedError();
-    rows.Run(cpu, c.policy);
+    rows.Run(cpu, c.policies);
     const double apart = ApartOf(outputs, rows.outputs(), rows.shape().value_dim).worst;
     agree &= apart <= kApartMax;
     std::printf("| %s | %.2e | %.4f%% %.4f%% | %.5f %.5f |\n", c.name.c_str(), apart, 100 * read,
@@ -95,7 +101,7 @@ bool Check(Backend* gpu, Backend* cpu, const std::vector<Case>& cases) {
 // Runs a case on the backend whose steps are timed, and adds what it took.
 void TimeStages(Backend* gpu, uint32_t round, Case* c) {
   const attention::BackendStats before = gpu->stats();
-  c->rows->Run(gpu, c->policy, round);
+  c->rows->Run(gpu, c->policies, round);
   const attention::BackendStats after = gpu->stats();
   const double score = 1e6 * (after.score_seconds - before.score_seconds);
   const double select = 1e6 * (after.select_seconds - before.select_seconds);
@@ -112,7 +118,7 @@ void TimeStages(Backend* gpu, uint32_t round, Case* c) {
 
 // Enough equal steps for the next ones to run from a graph.
 void WarmUp(Backend* gpu, const Case& c) {
-  for (int i = 0; i < 12; ++i) c.rows->Run(gpu, c.policy);
+  for (int i = 0; i < 12; ++i) c.rows->Run(gpu, c.policies);
 }
 
 void Print(const std::vector<Case>& cases) {
@@ -146,7 +152,7 @@ void Time(const std::shared_ptr<Backend>& cpu, std::vector<Case>* cases) {
   const auto gpu = MakeGpu(cpu, /*timed_steps=*/0);
   for (const Case& c : *cases) WarmUp(gpu.get(), c);
   for (uint32_t round = 0; round < absl::GetFlag(FLAGS_rounds); ++round) {
-    for (Case& c : *cases) c.wait.push_back(c.rows->Run(gpu.get(), c.policy, round));
+    for (Case& c : *cases) c.wait.push_back(c.rows->Run(gpu.get(), c.policies, round));
   }
   Print(*cases);
 }
@@ -154,6 +160,15 @@ void Time(const std::shared_ptr<Backend>& cpu, std::vector<Case>* cases) {
 ModelShape ShapeOfFlags() {
   return ShapeOfRows(absl::GetFlag(FLAGS_query_heads), absl::GetFlag(FLAGS_kv_heads),
                      absl::GetFlag(FLAGS_head_dim));
+}
+
+uint64_t TokensOfRow(uint32_t row) {
+  const std::vector<std::string> tokens = absl::GetFlag(FLAGS_tokens);
+  uint64_t number = 0;
+  if (tokens.empty() || !absl::SimpleAtoi(tokens[row % tokens.size()], &number) || number == 0) {
+    Must(absl::InvalidArgumentError("--tokens wants numbers above 0"));
+  }
+  return number;
 }
 
 // The step's rows over an index; captures: paths, in turn, or none. builder: the GPU, which builds
@@ -165,8 +180,7 @@ std::unique_ptr<StepRows> MakeRows(const std::vector<std::string>& captures,
   std::vector<RowSource> sources;
   for (uint32_t r = 0; r < absl::GetFlag(FLAGS_rows); ++r) {
     sources.push_back(captures.empty()
-                          ? RandomRow(ShapeOfFlags(), absl::GetFlag(FLAGS_tokens), r, indexes,
-                                      building,
+                          ? RandomRow(ShapeOfFlags(), TokensOfRow(r), r, indexes, building,
                                       absl::GetFlag(FLAGS_equal_segments) ? SegmentCut::kEqual
                                                                           : SegmentCut::kOfDevice)
                           : CapturedRow(captures[r % captures.size()], indexes, building));
@@ -186,15 +200,18 @@ int Main(const std::vector<std::string>& captures) {
     if (own == nullptr) own = MakeRows(captures, index, builder.get());
     Case& c = cases.emplace_back();
     c.name = std::string(text);
-    c.policy = ParsePolicyText(parts.first);
+    for (const auto policy : absl::StrSplit(parts.first, '+')) {
+      c.policies.push_back(ParsePolicyText(std::string(policy)));
+    }
     c.rows = own.get();
   }
   builder.reset();
   const ModelShape& shape = cases.at(0).rows->shape();
-  std::printf("\n%u x %llu tokens, %u query heads, %u KV heads of %u%s\n",
-              absl::GetFlag(FLAGS_rows), static_cast<unsigned long long>(cases[0].rows->tokens()),
-              shape.query_heads, shape.kv_heads, shape.head_dim,
-              captures.empty() ? "" : ", of a trained model");
+  std::string tokens;
+  for (const auto& source : cases[0].rows->sources()) absl::StrAppend(&tokens, " ", source.tokens);
+  std::printf("\n%u rows of%s tokens, %u query heads, %u KV heads of %u%s\n",
+              absl::GetFlag(FLAGS_rows), tokens.c_str(), shape.query_heads, shape.kv_heads,
+              shape.head_dim, captures.empty() ? "" : ", of a trained model");
   if (absl::GetFlag(FLAGS_check)) {
     const auto gpu = MakeGpu(cpu, /*timed_steps=*/0);
     return Check(gpu.get(), cpu.get(), cases) ? 0 : 1;

@@ -92,14 +92,14 @@ StepRows::StepRows(std::vector<RowSource> sources)
   }
 }
 
-double StepRows::Run(attention::Backend* backend, const attention::Policy& policy,
+double StepRows::Run(attention::Backend* backend, std::span<const attention::Policy> policies,
                      uint32_t number) {
   for (size_t r = 0; r < rows_.size(); ++r) {
     const RowSource& source = sources_[r];
     const size_t bytes =
         size_t{shape().query_heads} * shape().head_dim * DTypeBytes(source.query_dtype);
     rows_[r].queries = source.queries.data() + number % source.steps * bytes;
-    rows_[r].policy = &policy;
+    rows_[r].policy = &policies[r % policies.size()];
   }
   attention::StepRequest request;
   request.rows = rows_;

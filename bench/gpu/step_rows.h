@@ -55,8 +55,13 @@ class StepRows {
  public:
   explicit StepRows(std::vector<RowSource> sources);
 
-  // Runs step `number`, which may be any; returns the microseconds that the caller waits.
-  double Run(attention::Backend* backend, const attention::Policy& policy, uint32_t number = 0);
+  // Runs step `number`, which may be any; rows take the policies in turn. Returns the microseconds
+  // that the caller waits.
+  double Run(attention::Backend* backend, std::span<const attention::Policy> policies,
+             uint32_t number = 0);
+  double Run(attention::Backend* backend, const attention::Policy& policy, uint32_t number = 0) {
+    return Run(backend, {&policy, 1}, number);
+  }
 
   const ModelShape& shape() const { return sources_.front().view->shape; }
   const std::vector<RowSource>& sources() const { return sources_; }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/cuda_stream.h"
 
+#include <algorithm>
+
 #include "absl/strings/str_cat.h"
 #include "attention/policy/estimate_limits.h"
 #include "common/status.h"
@@ -14,7 +16,7 @@ namespace attnd::gpu {
 
 CudaStream::~CudaStream() {
   if (!UseDevice(device_).ok()) return;
-  for (cudaStream_t stream : {main_, side_, taken_}) {
+  for (cudaStream_t stream : {main_, side_, beside_}) {
     if (stream == nullptr) continue;
     static_cast<void>(cudaStreamSynchronize(stream));
     static_cast<void>(cudaStreamDestroy(stream));
@@ -32,12 +34,13 @@ absl::Status CudaStream::Create(StreamUse use) {
   const int priority = use == StreamUse::kSteps           ? greatest
                        : use == StreamUse::kAwaitedBuilds ? awaited
                                                           : least;
-  for (cudaStream_t* stream : {&main_, &side_, &taken_}) {
+  for (cudaStream_t* stream : {&main_, &side_, &beside_}) {
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority),
                    "creating a stream"));
   }
-  for (Event* event : {&fork_, &join_, &gate_opened_, &taken_told_}) {
+  for (Event* event :
+       {&fork_, &join_, &gate_opened_, &taken_told_, &prepared_, &groups_answered_}) {
     ATTND_RETURN_IF_ERROR(event->Create(cudaEventDisableTiming));
   }
   for (Event& event : stage_ends_) ATTND_RETURN_IF_ERROR(event.Create(cudaEventDefault));
@@ -60,7 +63,9 @@ absl::Status CudaStream::RunStep(const StepRun& run) {
       run, main_, [&] { return Enqueue(run); }, &ran_from_graph_);
   // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
   if (!status.ok()) {
-    for (cudaStream_t stream : {side_, main_}) static_cast<void>(cudaStreamSynchronize(stream));
+    for (cudaStream_t stream : {side_, beside_, main_}) {
+      static_cast<void>(cudaStreamSynchronize(stream));
+    }
   }
   return status;
 }
@@ -132,9 +137,9 @@ absl::Status CudaStream::EnqueueBehindGate(const StepRun& run, StepGate* gate) {
                                   .answer = run.header.answer};
   ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, input, main_), "a gate"));
   ATTND_RETURN_IF_ERROR(gate_opened_.Record(main_));
-  ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(taken_));
-  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, taken_), "tokens taken"));
-  ATTND_RETURN_IF_ERROR(taken_told_.Record(taken_));
+  ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(beside_));
+  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, beside_), "tokens taken"));
+  ATTND_RETURN_IF_ERROR(taken_told_.Record(beside_));
   ATTND_RETURN_IF_ERROR(EnqueueBehindInput(run));
   return taken_told_.HoldUp(main_);
 }
@@ -159,17 +164,16 @@ absl::Status CudaStream::Launch(const StepKernels& kernels, const StepHeader& he
   if (clusters && !trees) ATTND_RETURN_IF_ERROR(Join());
   if (trees) ATTND_RETURN_IF_ERROR(SelectOfTrees(header));
   ATTND_RETURN_IF_ERROR(EndStage(kSelect));
-  if (coop_units > 0) {
-    ATTND_RETURN_IF_ERROR(
-        Launched(kernels.cooperative(header, /*overlap=*/false, main_), "cooperative groups"));
-  }
   if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
   if (header.estimates_misses != 0) {
     ATTND_RETURN_IF_ERROR(Launched(LaunchDemote(header, main_), "demote"));
   }
   if (clusters || trees) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
   ATTND_RETURN_IF_ERROR(EndStage(kAttend));
-  ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, main_), "merge"));
+  const bool dense_alone = !clusters && !trees && coop_units == 0;
+  const bool behind_read = dense_alone && !timed_;  // an event would lie between
+  ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, /*overlap=*/behind_read, main_), "merge"));
+  if (coop_units > 0) ATTND_RETURN_IF_ERROR(groups_answered_.HoldUp(main_));
   return EndStage(kMerge);
 }
 
@@ -179,10 +183,31 @@ absl::Status CudaStream::LaunchCooperativeAlone(const StepKernels& kernels,
   ATTND_RETURN_IF_ERROR(EndStage(kSelect));
   const bool prepare = header.uploads > 0;
   if (prepare) ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
-  ATTND_RETURN_IF_ERROR(
-      Launched(kernels.cooperative(header, /*overlap=*/prepare, main_), "cooperative groups"));
+  const auto sizes = std::ranges::count_if(header.coop_counts, [](uint32_t n) { return n > 0; });
+  if (sizes > 1) ATTND_RETURN_IF_ERROR(Fork());
+  cudaStream_t stream = main_;
+  for (uint32_t size = 0; size < kCoopSizes; ++size) {
+    if (header.coop_counts[size] == 0) continue;
+    ATTND_RETURN_IF_ERROR(
+        Launched(kernels.cooperative(header, size, /*overlap=*/prepare && sizes == 1, stream),
+                 "cooperative groups"));
+    stream = stream == main_ ? side_ : main_;
+  }
+  if (sizes > 1) ATTND_RETURN_IF_ERROR(Join());
   ATTND_RETURN_IF_ERROR(EndStage(kAttend));
   return EndStage(kMerge);
+}
+
+absl::Status CudaStream::LaunchCooperativeBeside(const StepKernels& kernels,
+                                                 const StepHeader& header) {
+  ATTND_RETURN_IF_ERROR(prepared_.Record(main_));
+  ATTND_RETURN_IF_ERROR(prepared_.HoldUp(beside_));
+  for (uint32_t size = 0; size < kCoopSizes; ++size) {
+    if (header.coop_counts[size] == 0) continue;
+    ATTND_RETURN_IF_ERROR(Launched(kernels.cooperative(header, size, /*overlap=*/false, beside_),
+                                   "cooperative groups"));
+  }
+  return groups_answered_.Record(beside_);
 }
 
 absl::Status CudaStream::Launched(cudaError_t error, const char* what) {
@@ -217,10 +242,14 @@ absl::Status CudaStream::Score(const StepKernels& kernels, const StepHeader& hea
     ATTND_RETURN_IF_ERROR(ScoreTrees(header));
   }
   ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+  const bool groups = CoopUnits(header) > 0;
+  if (groups) ATTND_RETURN_IF_ERROR(LaunchCooperativeBeside(kernels, header));
   if (clusters) ATTND_RETURN_IF_ERROR(Fork());
   if (header.read_items > 0) {
     cudaStream_t stream = clusters ? side_ : main_;
-    ATTND_RETURN_IF_ERROR(Launched(kernels.read(header, multiprocessors_, stream), "read"));
+    const bool behind_prepare = !clusters && !groups;
+    ATTND_RETURN_IF_ERROR(Launched(
+        kernels.read(header, multiprocessors_, /*overlap=*/behind_prepare, stream), "read"));
   }
   if (clusters) {
     ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, main_), "score"));

@@ -67,6 +67,8 @@ class CudaStream : public Stream {
   // A step all of whose units cooperative groups answer. Of the stages only prepare runs, and only
   // if the step has uploads.
   absl::Status LaunchCooperativeAlone(const StepKernels& kernels, const StepHeader& header);
+  // Those of a step that has other units, too: from prepare on, beside the stages.
+  absl::Status LaunchCooperativeBeside(const StepKernels& kernels, const StepHeader& header);
 
   static absl::Status Launched(cudaError_t error, const char* what);
   absl::Status Copy(std::byte* to, const std::byte* from, size_t bytes, cudaMemcpyKind kind);
@@ -106,9 +108,10 @@ class CudaStream : public Stream {
   const bool has_cooperative_groups_;
   cudaStream_t main_ = nullptr;
   cudaStream_t side_ = nullptr;
-  cudaStream_t taken_ = nullptr;
+  cudaStream_t beside_ = nullptr;  // what no stage waits for
   Event fork_, join_;
   Event gate_opened_, taken_told_;
+  Event prepared_, groups_answered_;
   std::array<Event, kStageEnds> stage_ends_;
   StepGraphs graphs_;
   bool timed_ = false;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a step's kernels are launched that are not of thread block clusters (step/cluster_launch.h):
-// in one place, as tests launch them on the host instead (tests/gpu/emulated).
+// How a step's kernels are launched that are not of thread block clusters (step/cluster_launch.h).
 #ifndef ATTND_GPU_CUDA_LAUNCH_H_
 #define ATTND_GPU_CUDA_LAUNCH_H_
 
@@ -11,11 +10,28 @@
 
 namespace attnd::gpu {
 
+// overlap: beside the end of the stream's kernel before, which lets it (LetNextKernelStart in
+// instructions.cuh). Nothing else of the stream may lie between the two.
+template <typename... Parameters, typename... Args>
+cudaError_t LaunchBehind(bool overlap, void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
+                         uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 template <typename... Parameters, typename... Args>
 cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
                    uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
-  kernel<<<blocks, threads, shared_bytes, stream>>>(args...);
-  return cudaPeekAtLastError();
+  return LaunchBehind(/*overlap=*/false, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace attnd::gpu

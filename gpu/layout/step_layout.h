@@ -53,6 +53,7 @@
 #ifndef ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
 #define ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -80,9 +81,10 @@ inline constexpr uint32_t kTreeLanesMax = 32;      // query heads of a KV head (
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
-// ones. Only the pieces of a tail always have kReadPieceTokens tokens.
+// ones. Only the pieces of a tail always have kReadPieceTokens tokens. Of segments' read pieces see
+// ReadPiecesMaxFor.
 inline constexpr uint32_t kReadPieceTokens = 512;
-inline constexpr uint32_t kReadPiecesMax = 64;
+inline constexpr uint32_t kReadItemsWanted = 256;
 inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
@@ -235,6 +237,12 @@ constexpr uint32_t TreeSliceGroupsFor(uint32_t group_slots) {
 }
 constexpr uint32_t TreeSlicesFor(uint32_t group_slots, uint32_t slice_groups) {
   return (group_slots + slice_groups - 1) / slice_groups;
+}
+// The most read pieces that a row's segments are divided into, but for those that short segments
+// make: so many that a long row alone gives each multiprocessor two thread blocks to work on, and
+// no more, as what pieces begin with, and merging them, takes time.
+constexpr uint32_t ReadPiecesMaxFor(uint32_t kv_heads) {
+  return std::clamp(kReadItemsWanted / kv_heads, 16u, 64u);
 }
 // How a tree's row chooses leaves: kByError opens groups before; kByMass looks at all leaves;
 // kByHead does as kByError, again and again until every head's error is within its tolerance.

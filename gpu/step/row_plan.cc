@@ -39,9 +39,9 @@ void PlanPieces(const RowDescription& row, RowRef* ref) {
   // depend on what else is in the wave.
   const uint64_t tail_end = row.tail_end();
   ref->tail_pieces = tail_end > ref->tail_begin ? Narrow(CeilOf(tail_end, kReadPieceTokens)) : 0;
-  ref->dense_piece_tokens =
-      PieceSize(kReadPieceTokens, attention::kSegmentTokensMax, kReadPiecesMax,
-                [&](uint64_t piece_tokens) { return DensePieces(row, piece_tokens); });
+  ref->dense_piece_tokens = PieceSize(
+      kReadPieceTokens, attention::kSegmentTokensMax, ReadPiecesMaxFor(row.shape.kv_heads),
+      [&](uint64_t piece_tokens) { return DensePieces(row, piece_tokens); });
   const bool dense = row.kind == UnitKind::kDense;
   ref->dense_pieces = dense ? Narrow(DensePieces(row, ref->dense_piece_tokens)) : 0;
   ref->read_pieces = dense ? ref->dense_pieces + ref->tail_pieces : ref->tail_pieces + 1;

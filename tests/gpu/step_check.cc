@@ -314,7 +314,9 @@ class Checker {
     Equal("clustered_tokens", row.clustered_tokens, clustered);
     Equal("off_device", row.off_device, off_device ? 1 : 0);
     wants_cache_ |= off_device && clusters && row.coop_blocks == 0;
-    if (row.dense_pieces > std::max(kReadPiecesMax, row.segment_count)) Fail("too many pieces");
+    if (row.dense_pieces > std::max(std::clamp(256 / h_.kv_heads, 16u, 64u), row.segment_count)) {
+      Fail("too many pieces");
+    }
   }
 
   void Tail(const RowRef& row) {

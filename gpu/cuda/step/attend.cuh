@@ -374,10 +374,10 @@ __device__ __forceinline__ void StoreState(const WarpState<kValueDim>& state,
 
 // ---- pieces ----
 
-// Piece `piece` of a tile's read pieces.
-template <typename T, int kKeyDim, int kValueDim>
+// Piece `piece` of a tile's read pieces. read() is called when everything has been read.
+template <typename T, int kKeyDim, int kValueDim, typename Read>
 __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_t tile,
-                          uint32_t piece) {
+                          uint32_t piece, Read read) {
   const RowRef& row = *unit.row;
   const uint32_t g = threadIdx.x % 32 / 4;
   TokenSource source;
@@ -410,14 +410,15 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
         WarpRing(kRingBytes<kKeyDim, kValueDim>));
     reader.Run(threadIdx.x / 32, kAttendWarps, &state);
   }
+  read();
   constexpr uint32_t kFloats = StateFloats(kValueDim);
   StoreState<kValueDim>(state, {}, LanesOf(step, unit, tile),
                         TileStates(step, unit, tile, kFloats) + uint64_t{piece} * kFloats);
 }
 
-// A piece of the tokens that a unit has chosen.
-template <typename T, int kKeyDim, int kValueDim>
-__device__ void AttendChosen(const ChosenPiece& piece) {
+// A piece of the tokens that a unit has chosen; read as ReadPiece's.
+template <typename T, int kKeyDim, int kValueDim, typename Read>
+__device__ void AttendChosen(const ChosenPiece& piece, Read read) {
   TokenSource source;
   source.chosen = piece.chosen;
   source.segments = piece.segments;
@@ -429,6 +430,7 @@ __device__ void AttendChosen(const ChosenPiece& piece) {
   PageReader<T, kKeyDim, kValueDim> reader(source, piece.fragments, ~0u,
                                            WarpRing(kRingBytes<kKeyDim, kValueDim>));
   reader.Run(threadIdx.x / 32, kAttendWarps, &state);
+  read();
   StoreState<kValueDim>(state, {}, piece.lanes, piece.state);
 }
 

@@ -12,11 +12,17 @@
 
 namespace attnd::gpu {
 
+// Lets a kernel have so many bytes of shared memory.
+template <typename... Parameters>
+cudaError_t AllowShared(void (*kernel)(Parameters...), uint32_t shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
+
 template <typename... Parameters, typename... Args>
 cudaError_t LaunchLarge(void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
                         uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  const cudaError_t error = AllowShared(kernel, shared_bytes);
   if (error != cudaSuccess) return error;
   return Launch(kernel, blocks, threads, shared_bytes, stream, args...);
 }

@@ -384,6 +384,7 @@ __device__ __forceinline__ bool AnswerHead(const StepHeader& step, uint32_t unit
       states.corrections = step.tree_states + item * TreeStateFloats(kValueDim);
     }
     LaneScale scale;
+    WaitForKernelBefore();
     if (clusters) {
       states.end += step.unit_results[unit.unit].chosen_pieces;
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];

@@ -39,29 +39,41 @@ inline constexpr int kScoreBlocks = kKeyDim <= 64    ? 4
 
 // ---- kernels ----
 
-// The next of `count` pieces that no thread block has taken, from `cursor`. A piece's result does
-// not depend on the thread block that takes it, and a slow thread block takes fewer pieces.
-__device__ __forceinline__ uint32_t TakePiece(uint32_t* cursor) {
+// Calls work(piece, take) for a thread block's share of `count` pieces: first the piece of its own
+// number, then such as no thread block has taken. work calls take() when it has read its piece: the
+// next one is asked for while the state is stored, which ends with a barrier. A piece's result does
+// not depend on the thread block that takes it, and a slow thread block takes fewer pieces. cursor:
+// 0 in the beginning.
+template <typename Work>
+__device__ __forceinline__ void ForPieces(uint32_t* cursor, uint32_t count, Work work) {
   __shared__ uint32_t taken;
-  __syncthreads();
-  if (threadIdx.x == 0) taken = atomicAdd(cursor, 1);
-  __syncthreads();
-  return taken;
+  uint32_t piece = blockIdx.x;
+  while (piece < count) {
+    uint32_t next = 0;
+    work(piece, [&] {
+      if (threadIdx.x == 0) next = gridDim.x + atomicAdd(cursor, 1);
+    });
+    if (threadIdx.x == 0) taken = next;
+    __syncthreads();
+    piece = taken;
+  }
 }
 
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kValueDim>))
     ReadKernel(const __grid_constant__ StepHeader step) {
-  uint32_t* cursor = &step.cursors[kTakenReadPieces];
-  for (uint32_t item = TakePiece(cursor); item < step.read_items; item = TakePiece(cursor)) {
+  WaitForKernelBefore();
+  ForPieces(&step.cursors[kTakenReadPieces], step.read_items, [&](uint32_t item, auto take) {
+    if (item + gridDim.x >= step.read_items) LetNextKernelStart();
     const RowRef* row = step.row_refs + LastNotAfter(step.rows, item, [&](uint32_t i) {
                           return step.row_refs[i].first_read_item;
                         });
     const uint32_t number = item - row->first_read_item;
     const uint32_t tile = number / row->read_pieces;
     const UnitPlace unit(step, row, tile / step.tiles_max);
-    ReadPiece<T, kKeyDim, kValueDim>(step, unit, tile % step.tiles_max, number % row->read_pieces);
-  }
+    ReadPiece<T, kKeyDim, kValueDim>(step, unit, tile % step.tiles_max, number % row->read_pieces,
+                                     take);
+  });
 }
 
 template <typename T, int kKeyDim>
@@ -85,11 +97,10 @@ __global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
 template <typename T, int kKeyDim, int kValueDim>
 __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kValueDim>))
     ChosenKernel(const __grid_constant__ StepHeader step) {
-  const uint32_t items = step.cursors[kQueuedPieces];
-  uint32_t* cursor = &step.cursors[kTakenFinishPieces];
-  for (uint32_t i = TakePiece(cursor); i < items; i = TakePiece(cursor)) {
-    AttendChosen<T, kKeyDim, kValueDim>(step.chosen_pieces[i]);
-  }
+  ForPieces(&step.cursors[kTakenFinishPieces], step.cursors[kQueuedPieces],
+            [&](uint32_t i, auto take) {
+              AttendChosen<T, kKeyDim, kValueDim>(step.chosen_pieces[i], take);
+            });
 }
 
 // A thread block for each piece of a tile, pieces fastest. all: of units with a tolerance, every
@@ -117,11 +128,15 @@ cudaError_t LaunchPrepare(const StepHeader& step, cudaStream_t stream) {
 }
 
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
+cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, bool overlap,
+                       cudaStream_t stream) {
   const uint32_t blocks =
       std::min(step.read_items, multiprocessors * kAttendBlocks<kKeyDim, kValueDim>);
-  return LaunchLarge(ReadKernel<T, kKeyDim, kValueDim>, blocks, kAttendWarps * 32,
-                     kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
+  constexpr uint32_t kSharedBytes = kAttendSharedBytes<kKeyDim, kValueDim>;
+  const auto kernel = ReadKernel<T, kKeyDim, kValueDim>;
+  const cudaError_t error = AllowShared(kernel, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  return LaunchBehind(overlap, kernel, blocks, kAttendWarps * 32, kSharedBytes, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -146,26 +161,23 @@ cudaError_t LaunchEstimate(const StepHeader& step, bool all, cudaStream_t stream
 }
 
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchMerge(const StepHeader& step, cudaStream_t stream) {
-  return Launch(MergeKernel<kValueDim>, step.units * step.group, kMergeThreads, 0, stream, step);
+cudaError_t LaunchMerge(const StepHeader& step, bool overlap, cudaStream_t stream) {
+  return LaunchBehind(overlap, MergeKernel<kValueDim>, step.units * step.group, kMergeThreads, 0,
+                      stream, step);
 }
 
-// One launch for each size of cooperative group.
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchCooperative(const StepHeader& step, bool overlap, cudaStream_t stream) {
+cudaError_t LaunchCooperative(const StepHeader& step, uint32_t size, bool overlap,
+                              cudaStream_t stream) {
   const auto kernel = CoopKernel<T, kKeyDim, kValueDim>;
   constexpr uint32_t kSharedBytes = CoopStep<T, kKeyDim, kValueDim>::kSharedBytes;
-  cudaError_t error = ClusterLaunch::Allow(kernel, kSharedBytes);
+  const cudaError_t error = ClusterLaunch::Allow(kernel, kSharedBytes);
+  if (error != cudaSuccess) return error;
   uint32_t first = 0;
-  for (uint32_t size = 0; size < kCoopSizes && error == cudaSuccess; ++size) {
-    const uint32_t count = step.coop_counts[size];
-    if (count == 0) continue;
-    const ClusterLaunch launch(count, kCoopBlocks[size], kCoopThreads, kSharedBytes,
-                               overlap && first == 0, stream);
-    error = cudaLaunchKernelEx(&launch.config(), kernel, step, first);
-    first += count;
-  }
-  return error;
+  for (uint32_t smaller = 0; smaller < size; ++smaller) first += step.coop_counts[smaller];
+  const ClusterLaunch launch(step.coop_counts[size], kCoopBlocks[size], kCoopThreads, kSharedBytes,
+                             overlap, stream);
+  return cudaLaunchKernelEx(&launch.config(), kernel, step, first);
 }
 
 template <typename T, int kKeyDim, int kValueDim>

@@ -19,16 +19,22 @@ namespace attnd::gpu {
 struct StepKernels {
   cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
   // The read stage's two halves, which may run at the same time; each only if it has items.
-  cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
+  // overlap: prepare runs right before, and need not have ended.
+  cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, bool overlap,
+                      cudaStream_t stream);
   cudaError_t (*score)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   // The finish stage's two halves, which may run at the same time. all: the estimate that the
   // measure stage needs, of every cluster of units with a tolerance.
   cudaError_t (*chosen)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   cudaError_t (*estimate)(const StepHeader& step, bool all, cudaStream_t stream);
-  cudaError_t (*merge)(const StepHeader& step, cudaStream_t stream);
-  // The units that cooperative groups answer. overlap: prepare runs right before, and need not have
-  // ended. Null for value dims above kCoopValueDimMax.
-  cudaError_t (*cooperative)(const StepHeader& step, bool overlap, cudaStream_t stream);
+  // overlap: read runs right before, and need not have ended.
+  cudaError_t (*merge)(const StepHeader& step, bool overlap, cudaStream_t stream);
+  // The units that cooperative groups of kCoopBlocks[size] thread blocks answer, at least one.
+  // Groups of all sizes, and the other stages, may run at the same time, once prepare has ended.
+  // overlap: prepare runs right before, and need not have ended. Null for value dims above
+  // kCoopValueDimMax.
+  cudaError_t (*cooperative)(const StepHeader& step, uint32_t size, bool overlap,
+                             cudaStream_t stream);
   // How many of the largest cooperative groups the device holds at once; null as above.
   cudaError_t (*count_groups)(int* at_once);
 };

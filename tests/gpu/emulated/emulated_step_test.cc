@@ -109,6 +109,40 @@ TEST_P(EmulatedStep, OutIsRoundedAsTheHostDoes) {
 INSTANTIATE_TEST_SUITE_P(Cases, EmulatedStep, testing::ValuesIn(kCases),
                          [](const auto& c) { return c.param.name; });
 
+// Groups of different sizes answer beside each other, and beside the stages that other rows take:
+// all wait for the tokens that come with the step, and the step ends when all have answered.
+TEST(EmulatedGroups, OfSeveralSizesInOneStep) {
+  CudaBackendOptions options = SmallOptions();
+  options.cooperative_groups = true;
+  std::vector<TestSequence> sequences;
+  for (const uint32_t tail : {20, 700, 1400}) {  // by which groups have 2, 4 and 7 thread blocks
+    ParityCase c = {2, 1, 64, 64, {300}, tail};
+    sequences.push_back(MakeSequence(SpecOf(c, DType::kBf16)));
+  }
+  const Policy by_groups = Parse("clusters-top-k", {{"exact", "0.3"}, {"estimated", "0.5"}});
+  for (const std::vector<Policy>& others : {std::vector<Policy>{},
+                                            {Parse("dense")},
+                                            {Parse("error-target", {{"tolerance", "0.05"}})}}) {
+    std::vector<TestRow> rows;
+    for (TestSequence& sequence : sequences) {
+      std::vector<Policy> policies = others;
+      policies.push_back(by_groups);
+      for (TestRow& row : RowsOf(&sequence, /*layer=*/0, policies, 1)) rows.push_back(row);
+    }
+    const auto emulated = MakeEmulatedBackend(options);  // which has none of the tokens yet
+    const StepResult step = RunStep(emulated.get(), 0, rows);
+    EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+    for (int i = 0; others.empty() && i < 9; ++i) {  // the last one runs from a graph
+      ExpectSameAnswers(RunStep(emulated.get(), 0, rows), step);
+    }
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const StepResult alone = RunStep(MakeEmulatedBackend(options).get(), 0, {&rows[r], 1});
+      ASSERT_TRUE(alone.status.ok()) << alone.status;
+      EXPECT_TRUE(SameBits(step.rows[r], alone.rows[0])) << "row " << r;
+    }
+  }
+}
+
 // Two segments of the same tokens: each cluster, or leaf, ranks equal to another, and the cut falls
 // between such two.
 TEST(EmulatedTies, AreCutInOrder) {
