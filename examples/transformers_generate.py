@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
         help="steps through memory shared with the server; of a model on a GPU by its stream",
     )
     add("--cuda-graphs", action="store_true", help="with --memory: tokens are CUDA graphs")
+    add("--again", type=int, default=0, help="further answers by attnd, each with a new cache")
     add("--local-static", action="store_true", help="local, compiled, over a static cache, too")
     add("--local-again", action="store_true", help="local once more, last: does its place matter?")
     add("--threads", type=int, help="of PyTorch on the CPU (default: as many as cores)")
@@ -159,8 +160,9 @@ def main() -> None:
             memory=options.memory,
             cuda_graphs=options.cuda_graphs,
         ) as attachment:
-            with attachment.new_cache() as cache:
-                show(policy, generate(model, ids, cache, options.new_tokens), tokenizer)
+            for _ in range(1 + options.again):  # the first one makes memory for the others, too
+                with attachment.new_cache() as cache:
+                    show(policy, generate(model, ids, cache, options.new_tokens), tokenizer)
             print(f"  {attachment.stats}")
     if options.local_again:
         show("local", local(), tokenizer)
