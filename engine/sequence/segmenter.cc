@@ -248,8 +248,11 @@ absl::StatusOr<bool> Segmenter::BuildNext(Sequence* sequence, uint32_t min_token
 absl::StatusOr<Segmenter::Built> Segmenter::Build(Sequence* sequence, const SegmentJob& job,
                                                   uint32_t threads, bool awaited,
                                                   const std::atomic<bool>* cancelled) {
+  const auto asked = std::chrono::steady_clock::now();
   if (auto begun = job.early ? std::nullopt : uploads_.Take(*sequence, job, cancelled);
       begun.has_value()) {
+    // What was built while this waited for it counts once.
+    begun->time_spent -= std::min(std::chrono::steady_clock::now() - asked, begun->time_spent);
     if (BuildRest(sequence, &*begun, awaited, cancelled).ok()) {
       return Install(sequence, *std::move(begun));
     }

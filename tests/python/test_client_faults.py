@@ -4,6 +4,7 @@ where not. The reference server fails on demand."""
 
 import asyncio
 import dataclasses
+import socket
 import threading
 import time
 
@@ -140,6 +141,36 @@ def test_an_upload_has_no_limit_of_time_unless_told(reference):
             return await client.append_kv(sequence, chunks())
 
     assert asyncio.run(upload()).committed_tokens == 20
+
+
+def test_an_uploads_limit_is_for_asking_the_server_too(tmp_path):
+    """A new client asks for the limits first, here of nobody; and a memory is closed by that."""
+    listener = socket.socket(socket.AF_UNIX)  # whose connections nobody accepts
+    listener.bind(f"{tmp_path}/nobody.sock")
+    listener.listen()
+    case, target = Case.random(2), f"unix:{tmp_path}/nobody.sock"
+    chunks = list(attnd.layer_chunks(case.layers(slice(0, 2))))
+
+    class Memory:
+        closed = False
+
+        def close(self, *, wait):
+            self.closed = True
+
+    begun, memory = time.monotonic(), Memory()
+    with attnd.Client(target, timeout_s=60) as client:
+        with pytest.raises((attnd.DeadlineExceededError, attnd.UnavailableError)):
+            client.append_kv(1, chunks, memory=memory, timeout_s=0.3)
+    assert memory.closed
+
+    async def upload():
+        async with attnd.aio.Client(target, timeout_s=60) as client:
+            await client.append_kv(1, chunks, timeout_s=0.3)
+
+    with pytest.raises((attnd.DeadlineExceededError, attnd.UnavailableError)):
+        asyncio.run(upload())
+    listener.close()
+    assert time.monotonic() - begun < 30
 
 
 def test_calls_have_deadlines(session_parts):

@@ -16,6 +16,7 @@ import grpc.aio
 from attnd import channel as channels
 from attnd import replies, requests
 from attnd.aio_session import DecodeSession, Pass
+from attnd.deadline import Deadline
 from attnd.errors import from_rpc_error
 from attnd.kv_memory import KvMemory, closed_by_errors
 from attnd.memory_socket import open_memory_socket
@@ -96,10 +97,10 @@ class Client:
         self._max_message_bytes = info.limits.max_message_bytes
         return info
 
-    async def _message_limit(self) -> int:
+    async def _message_limit(self, timeout_s: float | None = None) -> int:
         """Largest message that the server takes, in bytes; asked once."""
         if not self._max_message_bytes:
-            await self.get_server_info()
+            await self.get_server_info(timeout_s=timeout_s)
         return self._max_message_bytes
 
     async def open_sequence(
@@ -135,17 +136,18 @@ class Client:
         """Uploads prefilled keys and values; see :meth:`attnd.Client.append_kv`. Without timeout_s
         there is no limit."""
         requests.check_prompt_tokens(prompt_tokens)
+        deadline = Deadline(timeout_s)
         with closed_by_errors(memory, wait=False):
             messages = requests.append_requests(
                 sequence_id,
                 chunks,
                 prefill_complete,
                 observed_queries,
-                await self._message_limit(),
+                await self._message_limit(deadline.left_s()),
                 memory,
                 prompt_tokens,
             )
-            return await self._upload(messages, timeout_s)
+            return await self._upload(messages, deadline.left_s())
 
     async def _upload(
         self, messages: Iterable[attnd_pb2.AppendKvRequest], timeout_s: float | None

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from attnd import channel as channels
 from attnd import replies, requests
+from attnd.deadline import Deadline
 from attnd.errors import from_rpc_error
 from attnd.kv_memory import KvMemory, closed_by_errors
 from attnd.memory import MemorySession
@@ -199,26 +200,29 @@ class Client:
                 UnavailableError in any case.
         """
         requests.check_prompt_tokens(prompt_tokens)
-        messages = _Upload(
-            requests.append_requests(
-                sequence_id,
-                chunks,
-                prefill_complete,
-                observed_queries,
-                self.max_message_bytes,
-                memory,
-                prompt_tokens,
+        deadline = Deadline(timeout_s)
+        with closed_by_errors(memory, wait=True):
+            limits = self._limits or self.get_server_info(timeout_s=deadline.left_s()).limits
+            messages = _Upload(
+                requests.append_requests(
+                    sequence_id,
+                    chunks,
+                    prefill_complete,
+                    observed_queries,
+                    limits.max_message_bytes,
+                    memory,
+                    prompt_tokens,
+                )
             )
-        )
-        try:
-            with closed_by_errors(memory, wait=True):
-                call = self._stub.AppendKv(messages, timeout=timeout_s, metadata=self._metadata)
+            try:
+                left_s = deadline.left_s()
+                call = self._stub.AppendKv(messages, timeout=left_s, metadata=self._metadata)
                 return replies.appended(call)
-        except grpc.RpcError as error:
-            if messages.error is not None:
-                # The caller's chunks were at fault, and gRPC only says "iterating failed".
-                raise messages.error from None
-            raise from_rpc_error(error) from None
+            except grpc.RpcError as error:
+                if messages.error is not None:
+                    # The caller's chunks were at fault, and gRPC only says "iterating failed".
+                    raise messages.error from None
+                raise from_rpc_error(error) from None
 
     def truncate_sequence(
         self, sequence_id: int, length: int, *, timeout_s: float | None = None
