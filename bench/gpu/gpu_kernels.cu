@@ -45,7 +45,8 @@ const char* const kStageNames[kStages] = {"prepare", "read",     "score",  "sele
 cudaStream_t side = nullptr;
 cudaEvent_t fork, join;
 
-// All of the layer's units have groups of one size. overlap: prepare runs right before.
+// All of the layer's units have groups of one size, so that there is one launch. overlap: prepare
+// runs right before.
 void LaunchGroups(const StepHeader& step, const StepKernels& kernels, bool overlap,
                   cudaStream_t stream) {
   for (uint32_t size = 0; size < kCoopSizes; ++size) {

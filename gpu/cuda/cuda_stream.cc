@@ -16,7 +16,7 @@ namespace attnd::gpu {
 
 CudaStream::~CudaStream() {
   if (!UseDevice(device_).ok()) return;
-  for (cudaStream_t stream : {main_, side_, beside_}) {
+  for (cudaStream_t stream : {main_, side_, taken_, groups_}) {
     if (stream == nullptr) continue;
     static_cast<void>(cudaStreamSynchronize(stream));
     static_cast<void>(cudaStreamDestroy(stream));
@@ -34,7 +34,7 @@ absl::Status CudaStream::Create(StreamUse use) {
   const int priority = use == StreamUse::kSteps           ? greatest
                        : use == StreamUse::kAwaitedBuilds ? awaited
                                                           : least;
-  for (cudaStream_t* stream : {&main_, &side_, &beside_}) {
+  for (cudaStream_t* stream : {&main_, &side_, &taken_, &groups_}) {
     ATTND_RETURN_IF_ERROR(
         CudaStatus(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, priority),
                    "creating a stream"));
@@ -63,7 +63,7 @@ absl::Status CudaStream::RunStep(const StepRun& run) {
       run, main_, [&] { return Enqueue(run); }, &ran_from_graph_);
   // Nothing of a step that was given up half-way may run on, beside whoever gets its memory next.
   if (!status.ok()) {
-    for (cudaStream_t stream : {side_, beside_, main_}) {
+    for (cudaStream_t stream : {side_, groups_, taken_, main_}) {
       static_cast<void>(cudaStreamSynchronize(stream));
     }
   }
@@ -137,9 +137,9 @@ absl::Status CudaStream::EnqueueBehindGate(const StepRun& run, StepGate* gate) {
                                   .answer = run.header.answer};
   ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, input, main_), "a gate"));
   ATTND_RETURN_IF_ERROR(gate_opened_.Record(main_));
-  ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(beside_));
-  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, beside_), "tokens taken"));
-  ATTND_RETURN_IF_ERROR(taken_told_.Record(beside_));
+  ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(taken_));
+  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, taken_), "tokens taken"));
+  ATTND_RETURN_IF_ERROR(taken_told_.Record(taken_));
   ATTND_RETURN_IF_ERROR(EnqueueBehindInput(run));
   return taken_told_.HoldUp(main_);
 }
@@ -169,11 +169,13 @@ absl::Status CudaStream::Launch(const StepKernels& kernels, const StepHeader& he
     ATTND_RETURN_IF_ERROR(Launched(LaunchDemote(header, main_), "demote"));
   }
   if (clusters || trees) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
+  const bool groups = coop_units > 0;
+  if (groups && timed_)
+    ATTND_RETURN_IF_ERROR(groups_answered_.HoldUp(main_));  // no time of merge's
   ATTND_RETURN_IF_ERROR(EndStage(kAttend));
-  const bool dense_alone = !clusters && !trees && coop_units == 0;
-  const bool behind_read = dense_alone && !timed_;  // an event would lie between
-  ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, /*overlap=*/behind_read, main_), "merge"));
-  if (coop_units > 0) ATTND_RETURN_IF_ERROR(groups_answered_.HoldUp(main_));
+  const bool behind_read = !clusters && !trees && !groups && !timed_;  // no event lies between
+  ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, Overlaps(behind_read), main_), "merge"));
+  if (groups && !timed_) ATTND_RETURN_IF_ERROR(groups_answered_.HoldUp(main_));
   return EndStage(kMerge);
 }
 
@@ -201,13 +203,13 @@ absl::Status CudaStream::LaunchCooperativeAlone(const StepKernels& kernels,
 absl::Status CudaStream::LaunchCooperativeBeside(const StepKernels& kernels,
                                                  const StepHeader& header) {
   ATTND_RETURN_IF_ERROR(prepared_.Record(main_));
-  ATTND_RETURN_IF_ERROR(prepared_.HoldUp(beside_));
+  ATTND_RETURN_IF_ERROR(prepared_.HoldUp(groups_));
   for (uint32_t size = 0; size < kCoopSizes; ++size) {
     if (header.coop_counts[size] == 0) continue;
-    ATTND_RETURN_IF_ERROR(Launched(kernels.cooperative(header, size, /*overlap=*/false, beside_),
+    ATTND_RETURN_IF_ERROR(Launched(kernels.cooperative(header, size, /*overlap=*/false, groups_),
                                    "cooperative groups"));
   }
-  return groups_answered_.Record(beside_);
+  return groups_answered_.Record(groups_);
 }
 
 absl::Status CudaStream::Launched(cudaError_t error, const char* what) {
@@ -248,8 +250,8 @@ absl::Status CudaStream::Score(const StepKernels& kernels, const StepHeader& hea
   if (header.read_items > 0) {
     cudaStream_t stream = clusters ? side_ : main_;
     const bool behind_prepare = !clusters && !groups;
-    ATTND_RETURN_IF_ERROR(Launched(
-        kernels.read(header, multiprocessors_, /*overlap=*/behind_prepare, stream), "read"));
+    ATTND_RETURN_IF_ERROR(
+        Launched(kernels.read(header, multiprocessors_, Overlaps(behind_prepare), stream), "read"));
   }
   if (clusters) {
     ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, main_), "score"));

@@ -20,8 +20,9 @@
 
 namespace attnd::gpu {
 
-// A CUDA stream; a second one for the half of a stage that may run beside the other half; and a
-// third one for what a step behind a gate does beside all of its stages.
+// A CUDA stream; a second one for the half of a stage that may run beside the other half; a third
+// one for what a step behind a gate tells the host beside all of its stages; and a fourth one for
+// cooperative groups beside other rows' stages.
 class CudaStream : public Stream {
  public:
   CudaStream(int device, uint32_t multiprocessors, bool has_cooperative_groups)
@@ -63,6 +64,10 @@ class CudaStream : public Stream {
   absl::Status EnqueueBehindInput(const StepRun& run);
 
   absl::Status Launch(const StepKernels& kernels, const StepHeader& header, bool measure);
+
+  // Whether a kernel overlaps the one before, which it follows directly. Code that was compiled for
+  // devices without thread block clusters does not know how to wait for that one.
+  bool Overlaps(bool follows) const { return follows && has_cooperative_groups_; }
 
   // A step all of whose units cooperative groups answer. Of the stages only prepare runs, and only
   // if the step has uploads.
@@ -108,7 +113,8 @@ class CudaStream : public Stream {
   const bool has_cooperative_groups_;
   cudaStream_t main_ = nullptr;
   cudaStream_t side_ = nullptr;
-  cudaStream_t beside_ = nullptr;  // what no stage waits for
+  cudaStream_t taken_ = nullptr;
+  cudaStream_t groups_ = nullptr;
   Event fork_, join_;
   Event gate_opened_, taken_told_;
   Event prepared_, groups_answered_;

@@ -45,8 +45,8 @@ struct StageSeconds {
   double score = 0;  // prepare and read: zones and dense tokens are read while clusters are scored;
                      // over trees, groups
   double select = 0;  // over trees: open, leaves, choose, and the end of reading
-  double attend =
-      0;  // measure and finish; cooperative groups, and prepare if they answer all units
+  double attend = 0;  // measure and finish; cooperative groups, as far as they outlast the stages
+                      // before, and all of a step (prepare, too) all of whose units they answer
   double merge = 0;
   double fetch =
       0;  // of attend: the pages of chosen tokens, beside which estimates run; 0: no cache

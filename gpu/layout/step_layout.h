@@ -84,7 +84,8 @@ inline constexpr uint32_t kStepSlots = 16;
 // ones. Only the pieces of a tail always have kReadPieceTokens tokens. Of segments' read pieces see
 // ReadPiecesMaxFor.
 inline constexpr uint32_t kReadPieceTokens = 512;
-inline constexpr uint32_t kReadItemsWanted = 256;
+inline constexpr uint32_t kReadItemsWanted = 256;  // of a long row
+inline constexpr uint32_t kReadPiecesLeast = 16, kReadPiecesMost = 64;
 inline constexpr uint32_t kChosenPieceTokens = 128;
 inline constexpr uint32_t kChosenPiecesMax = 64;
 inline constexpr uint32_t kEstimatePieceSlots = 512;
@@ -238,11 +239,11 @@ constexpr uint32_t TreeSliceGroupsFor(uint32_t group_slots) {
 constexpr uint32_t TreeSlicesFor(uint32_t group_slots, uint32_t slice_groups) {
   return (group_slots + slice_groups - 1) / slice_groups;
 }
-// The most read pieces that a row's segments are divided into, but for those that short segments
-// make: so many that a long row alone gives each multiprocessor two thread blocks to work on, and
-// no more, as what pieces begin with, and merging them, takes time.
+// The most read pieces that a unit's segments are divided into, but for those that short segments
+// make. Few, as what a piece begins with, and merging, takes time; but a long row alone has work
+// for two thread blocks on each multiprocessor, if it has 4 to 16 KV heads.
 constexpr uint32_t ReadPiecesMaxFor(uint32_t kv_heads) {
-  return std::clamp(kReadItemsWanted / kv_heads, 16u, 64u);
+  return std::clamp(kReadItemsWanted / kv_heads, kReadPiecesLeast, kReadPiecesMost);
 }
 // How a tree's row chooses leaves: kByError opens groups before; kByMass looks at all leaves;
 // kByHead does as kByError, again and again until every head's error is within its tolerance.

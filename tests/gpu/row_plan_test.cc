@@ -87,5 +87,27 @@ TEST(RowPlan, LongerRowsHaveLongerSlices) {
   EXPECT_EQ(longest.ref().tree_slice_groups, kTreeSliceGroupsMax);
 }
 
+// A long row alone keeps the device busy, whatever its KV heads; a short one has no shorter pieces.
+TEST(RowPlan, DenseRowsHaveFewPieces) {
+  const auto pieces = [](uint32_t kv_heads, const std::vector<SegmentDescription>& segments) {
+    RowDescription row;
+    row.shape = {.kernel = {DType::kBf16, 128, 128}, .kv_heads = kv_heads, .group = 4};
+    row.query_tokens = 1;
+    row.segments = segments;
+    return PlanRow(row, 0, 1, /*cooperative_groups=*/true).dense_pieces;
+  };
+  SegmentDescription segment;
+  segment.tokens = 32768;
+  const std::vector<SegmentDescription> row(4, segment);
+  EXPECT_EQ(pieces(1, row), 64u);
+  EXPECT_EQ(pieces(4, row), 64u);
+  EXPECT_EQ(pieces(8, row), 32u);
+  EXPECT_EQ(pieces(16, row), 16u);
+  EXPECT_EQ(pieces(64, row), 16u);
+  segment.tokens = 4096;
+  EXPECT_EQ(pieces(8, {segment}), 8u);
+  EXPECT_EQ(pieces(8, std::vector<SegmentDescription>(40, segment)), 40u);
+}
+
 }  // namespace
 }  // namespace attnd::gpu

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/step/large_launch.h"
+
 namespace attnd::gpu {
 
 // Code that was compiled for less, which a newer device may run, has no thread block clusters.
@@ -55,8 +57,7 @@ class ClusterLaunch {
   // What a kernel needs before it is launched so.
   template <typename Kernel>
   static cudaError_t Allow(Kernel kernel, uint32_t shared_bytes) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    const cudaError_t error = AllowShared(kernel, shared_bytes);
     if (error != cudaSuccess) return error;
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }

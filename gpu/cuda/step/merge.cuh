@@ -366,6 +366,7 @@ __device__ __forceinline__ bool AnswerHead(const StepHeader& step, uint32_t unit
   const AnswerTo to(step);
   const RowRef* row = RowOfUnit(step, unit_number);
   bool flawless = true;
+  WaitForKernelBefore();  // which leaves states; places are of the input
   if (row->coop_blocks != 0) return flawless;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
   const bool clusters = ReadsClusters(*row);
@@ -384,7 +385,6 @@ __device__ __forceinline__ bool AnswerHead(const StepHeader& step, uint32_t unit
       states.corrections = step.tree_states + item * TreeStateFloats(kValueDim);
     }
     LaneScale scale;
-    WaitForKernelBefore();
     if (clusters) {
       states.end += step.unit_results[unit.unit].chosen_pieces;
       scale = step.lane_scales[(uint64_t{unit.unit} * step.tiles_max + tile) * kLanes + lane];

@@ -27,7 +27,7 @@ struct StepKernels {
   // measure stage needs, of every cluster of units with a tolerance.
   cudaError_t (*chosen)(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream);
   cudaError_t (*estimate)(const StepHeader& step, bool all, cudaStream_t stream);
-  // overlap: read runs right before, and need not have ended.
+  // overlap: read, or prepare if nothing is read, runs right before, and need not have ended.
   cudaError_t (*merge)(const StepHeader& step, bool overlap, cudaStream_t stream);
   // The units that cooperative groups of kCoopBlocks[size] thread blocks answer, at least one.
   // Groups of all sizes, and the other stages, may run at the same time, once prepare has ended.

@@ -135,7 +135,6 @@ void BeginWork() {
 const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated device"; }
 const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 
 // ---- devices ----
 
