@@ -170,8 +170,8 @@ absl::Status CudaStream::Launch(const StepKernels& kernels, const StepHeader& he
   }
   if (clusters || trees) ATTND_RETURN_IF_ERROR(Finish(kernels, header));
   const bool groups = coop_units > 0;
-  if (groups && timed_)
-    ATTND_RETURN_IF_ERROR(groups_answered_.HoldUp(main_));  // no time of merge's
+  // A timed step waits before, so that their time is none of merge's.
+  if (groups && timed_) ATTND_RETURN_IF_ERROR(groups_answered_.HoldUp(main_));
   ATTND_RETURN_IF_ERROR(EndStage(kAttend));
   const bool behind_read = !clusters && !trees && !groups && !timed_;  // no event lies between
   ATTND_RETURN_IF_ERROR(Launched(kernels.merge(header, Overlaps(behind_read), main_), "merge"));
