@@ -241,6 +241,7 @@ class Worker:
         chunks = list(attnd.layer_chunks(content.data.layers(slice(0, content.tokens))))
         with self.client.kv_memory(room_of(content.tokens, self.shape)) as memory:
             there = placed(memory, chunks)
+            assert self.client.limits  # asked before: what is given up is the upload
             try:
                 self.client.append_kv(
                     sequence, there, memory=memory, timeout_s=self.random.choice(PATIENCE_S)
