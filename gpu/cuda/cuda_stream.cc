@@ -2,6 +2,7 @@
 #include "gpu/cuda/cuda_stream.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "attention/policy/estimate_limits.h"
@@ -187,14 +188,8 @@ absl::Status CudaStream::LaunchCooperativeAlone(const StepKernels& kernels,
   if (prepare) ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
   const auto sizes = std::ranges::count_if(header.coop_counts, [](uint32_t n) { return n > 0; });
   if (sizes > 1) ATTND_RETURN_IF_ERROR(Fork());
-  cudaStream_t stream = main_;
-  for (uint32_t size = 0; size < kCoopSizes; ++size) {
-    if (header.coop_counts[size] == 0) continue;
-    ATTND_RETURN_IF_ERROR(
-        Launched(kernels.cooperative(header, size, /*overlap=*/prepare && sizes == 1, stream),
-                 "cooperative groups"));
-    stream = stream == main_ ? side_ : main_;
-  }
+  ATTND_RETURN_IF_ERROR(
+      LaunchGroups(kernels, header, /*overlap=*/prepare && sizes == 1, main_, side_));
   if (sizes > 1) ATTND_RETURN_IF_ERROR(Join());
   ATTND_RETURN_IF_ERROR(EndStage(kAttend));
   return EndStage(kMerge);
@@ -204,12 +199,19 @@ absl::Status CudaStream::LaunchCooperativeBeside(const StepKernels& kernels,
                                                  const StepHeader& header) {
   ATTND_RETURN_IF_ERROR(prepared_.Record(main_));
   ATTND_RETURN_IF_ERROR(prepared_.HoldUp(groups_));
+  ATTND_RETURN_IF_ERROR(LaunchGroups(kernels, header, /*overlap=*/false, groups_, groups_));
+  return groups_answered_.Record(groups_);
+}
+
+absl::Status CudaStream::LaunchGroups(const StepKernels& kernels, const StepHeader& header,
+                                      bool overlap, cudaStream_t stream, cudaStream_t next) {
   for (uint32_t size = 0; size < kCoopSizes; ++size) {
     if (header.coop_counts[size] == 0) continue;
-    ATTND_RETURN_IF_ERROR(Launched(kernels.cooperative(header, size, /*overlap=*/false, groups_),
-                                   "cooperative groups"));
+    ATTND_RETURN_IF_ERROR(
+        Launched(kernels.cooperative(header, size, overlap, stream), "cooperative groups"));
+    std::swap(stream, next);
   }
-  return groups_answered_.Record(groups_);
+  return absl::OkStatus();
 }
 
 absl::Status CudaStream::Launched(cudaError_t error, const char* what) {

@@ -74,6 +74,9 @@ class CudaStream : public Stream {
   absl::Status LaunchCooperativeAlone(const StepKernels& kernels, const StepHeader& header);
   // Those of a step that has other units, too: from prepare on, beside the stages.
   absl::Status LaunchCooperativeBeside(const StepKernels& kernels, const StepHeader& header);
+  // Groups of all sizes, which take the two streams in turn.
+  absl::Status LaunchGroups(const StepKernels& kernels, const StepHeader& header, bool overlap,
+                            cudaStream_t stream, cudaStream_t next);
 
   static absl::Status Launched(cudaError_t error, const char* what);
   absl::Status Copy(std::byte* to, const std::byte* from, size_t bytes, cudaMemcpyKind kind);

@@ -87,7 +87,7 @@ TEST(RowPlan, LongerRowsHaveLongerSlices) {
   EXPECT_EQ(longest.ref().tree_slice_groups, kTreeSliceGroupsMax);
 }
 
-// A long row alone keeps the device busy, whatever its KV heads; a short one has no shorter pieces.
+// A long row has the fewer pieces, the more KV heads it has; a short one has no shorter pieces.
 TEST(RowPlan, DenseRowsHaveFewPieces) {
   const auto pieces = [](uint32_t kv_heads, const std::vector<SegmentDescription>& segments) {
     RowDescription row;

@@ -40,8 +40,7 @@ inline uint32_t BlocksOfUnit(const UnitsAtOnce& at_once, uint32_t units) {
 // Launches a kernel that works on the step's units.
 template <void (*kKernel)(StepHeader), uint32_t kSharedBytes = sizeof(TreeSelectMemory)>
 cudaError_t LaunchTreeUnits(const StepHeader& step, cudaStream_t stream) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{kSharedBytes});
+  const cudaError_t error = AllowShared(kKernel, kSharedBytes);
   if (error != cudaSuccess) return error;
   static const UnitsAtOnce kAtOnce = CountUnits(kKernel, kSharedBytes);
   const uint32_t blocks = BlocksOfUnit(kAtOnce, step.units);
