@@ -47,8 +47,8 @@ __device__ __forceinline__ void MultiplyAdd<__half>(float (&d)[4], const uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same of bytes, with k 4t.. and 16 + 4t.. (PTX ISA, "Matrix Fragments for mma.m16n8k32").
-// kSigned: b's bytes are.
+// The same of bytes, with k 4t.. and 16 + 4t.. (PTX ISA, "Matrix Fragments for mma.m16n8k32"). b's
+// bytes are signed; kSigned: whether a's are.
 template <bool kSigned>
 __device__ __forceinline__ void MultiplyAddBytes(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                                  uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void MultiplyAddBytes(int (&d)[4], uint32_t a0, uint3
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   } else {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 "
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));

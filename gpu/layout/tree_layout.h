@@ -77,9 +77,9 @@ constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);
 }
-// Of a tree item, in words: its queries along the segment's axes, three bytes of each number of the
-// queries and of these squared, factors and offsets of their products; and the sums of estimates
-// that it leaves: a state whose values are followed by the slopes' correction of them.
+// Of a tree item, in words: its queries along the segment's axes, factors and offsets of products
+// with the queries and with these squared, digits of both as products want them; and the sums of
+// estimates that it leaves: a state whose values are followed by the slopes' correction of them.
 constexpr uint32_t TreeQueryWords(uint32_t head_dim) { return kLanes * (5 * head_dim / 2 + 3); }
 constexpr uint32_t TreeStateFloats(uint32_t value_dim) {
   return kLanes * (kStateHead + 2 * value_dim);

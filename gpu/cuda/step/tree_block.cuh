@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the thread blocks of a tree's stages share: which item they work on, their queries, and the
-// scores of rows.
+// What the thread blocks of a tree's stages share: which item they work on, and their queries.
 #ifndef ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_
 
@@ -15,6 +14,11 @@
 #include "gpu/cuda/step/tree_rows.cuh"
 
 namespace attnd::gpu {
+
+// Thread blocks of a tree's stages that a multiprocessor should hold: more leave their threads too
+// few registers.
+template <int kDim, int kValueDim>
+inline constexpr int kTreeBlocks = kDim + kValueDim <= 320 ? 2 : 1;
 
 // Longer queries count as this long: what is summed over channels stays a float.
 inline constexpr float kTreeQueryMax = 1e17f;
@@ -96,58 +100,85 @@ __device__ __forceinline__ float* TreeScoresAt(const StepHeader& step, const Uni
 // What the groups stage finds of an item's queries, and leaves for the other stages.
 template <int kDim>
 struct TreeQueries {
-  float rotated[kLanes][kDim];  // the scaled queries along the axes
-  std::byte query_digits[kQueryDigits * kDigitBytes<kDim>];
-  std::byte square_digits[kQueryDigits * kDigitBytes<kDim>];  // of the squares of `rotated`
-  float logit_factor[kLanes];   // of dot products with the queries' numbers, in log2 units
-  float square_factor[kLanes];  // of dot products with the squares' numbers
-  float base_dot[kLanes];       // the logit of the key base, in log2 units
+  float rotated[kLanes][kDim];          // the scaled queries along the axes
+  float logit_factor[kLanes];           // of dot products with `queries`, in log2 units
+  float square_factor[kLanes];          // of dot products with `squares`
+  float base_dot[kLanes];               // the logit of the key base, in log2 units
+  VectorDigits<kDim> queries, squares;  // squares: of `rotated`
 };
 
-// Static shared memory of a thread block.
+// What they are made with.
 template <int kDim>
-struct TreeBlock {
-  __align__(16) TreeQueries<kDim> q;
-  // Queries times a power of two, within [-1, 1] unless they are beyond 2^100; later others.
+struct TreeQueryMaking {
+  // Queries times a power of two, within [-1, 1] unless they are beyond 2^100.
   float vectors[kLanes][kDim];
   __align__(16) uint32_t query_words[FragmentWords(kDim)];  // of the same
 };
 
 template <int kDim>
-__device__ __forceinline__ uint4* StoredQueries(const StepHeader& step, const TreeItem& item) {
+__device__ __forceinline__ uint4* StoredQueries(const StepHeader& step, uint32_t item) {
   static_assert(sizeof(TreeQueries<kDim>) == TreeQueryWords(kDim) * sizeof(float));
-  return reinterpret_cast<uint4*>(step.tree_queries + uint64_t{item.number} * TreeQueryWords(kDim));
+  return reinterpret_cast<uint4*>(step.tree_queries + uint64_t{item} * TreeQueryWords(kDim));
 }
 template <int kDim>
 __device__ __forceinline__ void StoreQueries(const StepHeader& step, const TreeItem& item,
-                                             const TreeBlock<kDim>& block) {
-  uint4* to = StoredQueries<kDim>(step, item);
-  const auto* from = reinterpret_cast<const uint4*>(&block.q);
+                                             const TreeQueries<kDim>& queries) {
+  uint4* to = StoredQueries<kDim>(step, item.number);
+  const auto* from = reinterpret_cast<const uint4*>(&queries);
   for (uint32_t i = threadIdx.x; i < TreeQueryWords(kDim) / 4; i += kTreeThreads) to[i] = from[i];
 }
-// The first `words` words of them.
-template <int kDim>
-__device__ __forceinline__ void LoadStoredQueries(const StepHeader& step, const TreeItem& item,
-                                                  uint32_t words, TreeBlock<kDim>* block) {
-  const uint4* from = StoredQueries<kDim>(step, item);
-  auto* to = reinterpret_cast<uint4*>(&block->q);
-  for (uint32_t i = threadIdx.x; i < words / 4; i += kTreeThreads) to[i] = from[i];
-  __syncthreads();
-}
 
+// A thread's share of the first kWords words of an item's: on their way before the thread block
+// knows more of the item than its number.
+template <int kDim, uint32_t kWords = TreeQueryWords(kDim)>
+class StoredWords {
+ public:
+  __device__ __forceinline__ StoredWords(const StepHeader& step, uint32_t item) {
+    const uint4* from = StoredQueries<kDim>(step, item);
+#pragma unroll
+    for (uint32_t k = 0; k < kShare; ++k) {
+      const uint32_t i = threadIdx.x + k * kTreeThreads;
+      if (i < kWords / 4) words_[k] = from[i];
+    }
+  }
+  // For whoever looks behind the next barrier.
+  __device__ __forceinline__ void Store(void* to) const {
+#pragma unroll
+    for (uint32_t k = 0; k < kShare; ++k) {
+      const uint32_t i = threadIdx.x + k * kTreeThreads;
+      if (i < kWords / 4) static_cast<uint4*>(to)[i] = words_[k];
+    }
+  }
+
+ private:
+  static constexpr uint32_t kShare = (kWords / 4 + kTreeThreads - 1) / kTreeThreads;
+  uint4 words_[kShare];
+};
+
+// Asks the second-level cache for what the thread block will read, so that later loads wait for no
+// more than that cache.
+__device__ __forceinline__ void PrefetchBytes(const std::byte* from, uint32_t bytes) {
+  for (uint32_t at = threadIdx.x * 128; at < bytes; at += kTreeThreads * 128) {
+    Prefetch(from + at);
+  }
+}
+// As integers that have the order of the numbers, the hardware finds the greatest at once.
 __device__ __forceinline__ float MaxOverWarp(float x) {
-  for (int offset = 16; offset > 0; offset /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-  return x;
+  constexpr uint32_t kSign = 1u << 31;
+  const uint32_t bits = __float_as_uint(x), key = bits & kSign ? ~bits : bits | kSign;
+  const uint32_t greatest = __reduce_max_sync(~0u, key);
+  return __uint_as_float(greatest & kSign ? greatest ^ kSign : ~greatest);
 }
 __device__ __forceinline__ float SumOfWarp(float x) {
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
   return x;
 }
 
-// Fills vectors, query_words, query_digits, logit_factor and base_dot.
+// Fills `making`, `queries`, logit_factor and base_dot.
 template <int kDim>
 __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const TreeItem& item,
-                                                TreeBlock<kDim>* block) {
+                                                TreeQueryMaking<kDim>* making,
+                                                TreeQueries<kDim>* queries) {
   const uint32_t thread = threadIdx.x % 32;
   const float* base = item.Floats(item.tree->offsets.key_base);
   for (uint32_t lane = threadIdx.x / 32; lane < kLanes; lane += kTreeWarps) {
@@ -166,30 +197,32 @@ __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const Tr
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
       const float scaled = x[i] * down;
-      block->vectors[lane][i * 32 + thread] = scaled;
-      StoreDigits<kDim>(scaled, i * 32 + thread, lane, block->q.query_digits);
+      making->vectors[lane][i * 32 + thread] = scaled;
+      queries->queries.Store(scaled, i * 32 + thread, lane);
       dot += scaled * __ldg(base + i * 32 + thread);
     }
     dot = SumOfWarp(dot);
     if (thread == 0) {
       const float factor = ldexpf(step.softmax_scale, exponent) * kLog2E;
-      block->q.logit_factor[lane] = factor;
-      block->q.base_dot[lane] = factor * dot;
+      queries->logit_factor[lane] = factor;
+      queries->base_dot[lane] = factor * dot;
     }
   }
   __syncthreads();
-  WriteTreeFragments<kDim>(block->vectors, block->query_words);
+  WriteTreeFragments<kDim>(making->vectors, making->query_words);
   __syncthreads();
 }
 
-// Fills rotated from the queries.
+// Fills `rotated`.
 template <int kDim>
-__device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kDim>* block) {
+__device__ __forceinline__ void RotateQueries(const TreeItem& item,
+                                              const TreeQueryMaking<kDim>& making,
+                                              TreeQueries<kDim>* queries) {
   const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
   const uint32_t g = thread / 4, t = thread % 4;
   const std::byte* axes = item.head + item.tree->offsets.axes;
-  const uint4* q = reinterpret_cast<const uint4*>(block->query_words) + thread * 2;
-  const float factor = fminf(block->q.logit_factor[g] / kLog2E, kTreeQueryMax);
+  const uint4* q = reinterpret_cast<const uint4*>(making.query_words) + thread * 2;
+  const float factor = fminf(queries->logit_factor[g] / kLog2E, kTreeQueryMax);
 #pragma unroll 2
   for (uint32_t n = warp; n < kDim / 8; n += kTreeWarps) {
     float sum[4] = {};
@@ -203,99 +236,32 @@ __device__ __forceinline__ void RotateQueries(const TreeItem& item, TreeBlock<kD
       MultiplyAdd<__nv_bfloat16>(sum, a0, x.x, x.y);
       MultiplyAdd<__nv_bfloat16>(sum, a1, x.z, x.w);
     }
-    block->q.rotated[g][n * 8 + 2 * t] = factor * (sum[0] + sum[2]);
-    block->q.rotated[g][n * 8 + 2 * t + 1] = factor * (sum[1] + sum[3]);
+    queries->rotated[g][n * 8 + 2 * t] = factor * (sum[0] + sum[2]);
+    queries->rotated[g][n * 8 + 2 * t + 1] = factor * (sum[1] + sum[3]);
   }
   __syncthreads();
 }
 
-// Fills square_digits and square_factor from `rotated`.
+// Fills `squares` and square_factor from `rotated`.
 template <int kDim>
-__device__ __forceinline__ void SquareQueries(TreeBlock<kDim>* block) {
+__device__ __forceinline__ void SquareQueries(TreeQueries<kDim>* queries) {
   const uint32_t thread = threadIdx.x % 32;
   for (uint32_t lane = threadIdx.x / 32; lane < kLanes; lane += kTreeWarps) {
     float greatest = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
-      greatest = fmaxf(greatest, fabsf(block->q.rotated[lane][i * 32 + thread]));
+      greatest = fmaxf(greatest, fabsf(queries->rotated[lane][i * 32 + thread]));
     }
     greatest = MaxOverWarp(greatest);
     const float down = greatest > 0 ? 1 / greatest : 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kDim / 32; ++i) {
-      const float share = block->q.rotated[lane][i * 32 + thread] * down;
-      StoreDigits<kDim>(share * share, ChannelOfAxis<kDim>(i * 32 + thread), lane,
-                        block->q.square_digits);
+      const float share = queries->rotated[lane][i * 32 + thread] * down;
+      queries->squares.Store(share * share, ChannelOfAxis<kDim>(i * 32 + thread), lane);
     }
-    if (thread == 0) block->q.square_factor[lane] = greatest * greatest;
+    if (thread == 0) queries->square_factor[lane] = greatest * greatest;
   }
   __syncthreads();
-}
-
-// Of a thread's rows and lane g, in log2 units; -infinity for missing rows.
-struct TreeRowScores {
-  float log_mass[2][2];
-  float best[2][2];  // the optimistic mass
-  float d2[2][2];
-};
-
-// What scores of 16 rows of a part are made of.
-template <int kDim>
-struct TreeRows {
-  uint32_t rows[2][2];
-  ScoredRows<kDim> scored;
-  TreeNumbers scales, sizes, units;
-
-  __device__ __forceinline__ TreeRows(const std::byte* head, const TreePart& part,
-                                      const TreeRowSet& set)
-      : scored(head, part, set) {
-    RowsOfThread(set, rows);
-    scales = TreeNumbers::Load(head + part.centroid_scales, rows);
-    sizes = TreeNumbers::Load(head + part.log_size, rows);
-    units = TreeNumbers::Load(head + part.variance_unit, rows);
-  }
-};
-
-template <int kDim>
-__device__ __forceinline__ TreeRowScores ScoreTreeRows(const TreeQueries<kDim>& queries,
-                                                       const TreeRows<kDim>& of, float optimism) {
-  const uint32_t g = threadIdx.x % 32 / 4;
-  ByteProducts dots[2], variances[2];
-#pragma unroll
-  for (uint32_t block = 0; block < ScoredRows<kDim>::kBlocks; ++block) {
-    uint4 digits[kQueryDigits];
-    LoadDigits<kDim>(queries.query_digits, block, digits);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) dots[n].template Add<true>(digits, of.scored.bytes[n][block]);
-    LoadDigits<kDim>(queries.square_digits, block, digits);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      variances[n].template Add<false>(digits, SixteenSquares(of.scored.codes[n][block]));
-    }
-  }
-  const float logit_factor = queries.logit_factor[g] * (1 / kQueryOne);
-  const float square_factor = queries.square_factor[g] * (1 / kQueryOne);
-  TreeRowScores scores;
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float logit = logit_factor * dots[n].Sum(c) * of.scales.x[n][c] + queries.base_dot[g];
-      const float d2 = fminf(square_factor * variances[n].Sum(c) * of.units.x[n][c], kVarianceMax);
-      const float mean = logit + kLog2E * of.sizes.x[n][c];
-      const bool there = of.rows[n][c] != kNoRow;
-      scores.d2[n][c] = d2;
-      scores.best[n][c] = there ? mean + optimism * kLog2E * Sqrt(d2) : -INFINITY;
-      scores.log_mass[n][c] = there ? mean + kLog2E / 2 * fminf(d2, kVarianceCap) : -INFINITY;
-    }
-  }
-  return scores;
-}
-
-// Adds a thread's four numbers.
-__device__ __forceinline__ void AddToTotals(const float (&x)[2][2], Totals* totals) {
-  const float all[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
-  totals->Add(all);
 }
 
 }  // namespace attnd::gpu

@@ -9,222 +9,318 @@
 
 #include "attention/policy/estimate_limits.h"
 #include "gpu/cuda/step/estimate.cuh"
-#include "gpu/cuda/step/tree_stages.cuh"
+#include "gpu/cuda/step/tree_leaves.cuh"
+#include "gpu/cuda/step/tree_sums.cuh"
 
 namespace attnd::gpu {
 
-// Sixteen rows of one part and where their scores are. What became of them is asked for late, so
-// that its load may be on its way while other rows are worked on.
-struct EstimatedRows {
-  const TreePart* part;
-  const float* log_mass;  // of lane g, at row 0 of the sixteen
-  const float* d2;
-  TreeRowSet set;
-  uint8_t fate;  // of the thread's own row, if there is one
-  bool groups;
+template <int kDim, int kValueDim>
+struct EstimateMemory {
+  __align__(16) float rotated[kLanes][kDim];  // the scaled queries along the axes
+  union {
+    TileWeights weights;
+    SumsExchange<kDim, kValueDim> exchange;
+  };
+  SummedRows<kDim, kValueDim> rows[2];  // of tiles in turn
+  WarpTops tops;
+  WarpHeads heads;
+};
 
-  // Those that have a share in the moments: opened groups' leaves stand for them.
-  __device__ __forceinline__ TreeRowSet Counted() const {
-    return {groups && fate == kFateExact ? kNoRow : set.own};
-  }
-  __device__ __forceinline__ TreeRowSet Estimated() const {
-    return {fate == kFateEstimated ? set.own : kNoRow};
-  }
-  __device__ __forceinline__ TreeRowSet Dropped() const {
-    return {fate == kFateDropped ? set.own : kNoRow};
+// Some neighbouring rows that may be estimated: a tile of an item's groups, or of its share of
+// opened leaves.
+struct EstimatedTile {
+  const TreePart* part;
+  const uint32_t* items;  // of leaves: the first row's; of groups null
+  uint32_t first;         // of groups: the first row's number in the index
+  uint32_t count;
+  const TreeRowInfo* info;  // of the first row, as the next three
+  const uint8_t* fates;
+  const float *log_mass, *d2;  // of the lane of the thread's pairs
+
+  __device__ __forceinline__ uint32_t Row(uint32_t i) const {
+    return items != nullptr ? items[i] & 0xFFFF : first + i;
   }
 };
 
-// What estimated rows add to the sums of errors.
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void AddErrors(float weight, float d2, float size, float spread,
-                                          float norm2, TreeSums<kDim, kValueDim>* sums) {
-  const float capped = fminf(d2, kVarianceCap), half = capped / 2;
-  // Among s weights none can have more than all: their relative variance is at most s - 1.
-  const float growth = fminf(Expm1(capped), size - 1);
-  const float mass = weight * half;
-  const float rest = fminf(weight * spread, attention::kErrorMax);
-  const float moved = fminf(mass * Sqrt(norm2), attention::kErrorMax);
-  sums->errors +=
-      rest * rest * __fdividef(growth, size) + attention::kMassErrorShare * moved * moved;
-  sums->mass_errors += attention::kMassErrorShare * mass * mass;
-  sums->logit_variances += weight * capped;
-}
-
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void AddEstimatedRows(const TreeItem& item, const EstimatedRows& source,
-                                                 bool used, TreeSums<kDim, kValueDim>* sums) {
-  const uint32_t t = threadIdx.x % 4;
-  const TreeRowSet all_estimated = source.Estimated();
-  uint32_t rows[2][2], estimated[2][2];
-  RowsOfThread(source.Counted(), rows);
-  RowsOfThread(all_estimated, estimated);
-  const EstimateRows<kDim, kValueDim> estimates(item.head, *source.part, estimated);
-  const TreeNumbers norms = TreeNumbers::Load(item.head + source.part->value_norm2, rows);
-  const TreeNumbers spreads = TreeNumbers::Load(item.head + source.part->spread, estimated);
-  const TreeNumbers sizes = TreeNumbers::Load(item.head + source.part->log_size, estimated);
-  float log_mass[2][2], weight[2][2], d2[2][2];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const uint32_t at = n * 8 + 2 * t + c;
-      log_mass[n][c] = used && rows[n][c] != kNoRow ? source.log_mass[at] : -INFINITY;
-      d2[n][c] = used && estimated[n][c] != kNoRow ? source.d2[at] : 0.0f;
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float p = Weight(log_mass[n][c], sums->max);
-      sums->moments += p * norms.x[n][c];
-      weight[n][c] = estimated[n][c] != kNoRow ? p : 0.0f;
-      const float size = rintf(Exp2(sizes.x[n][c] * kLog2E));
-      AddErrors(weight[n][c], d2[n][c], size, spreads.x[n][c], norms.x[n][c], sums);
-    }
-  }
-  if (!__any_sync(~0u, all_estimated.own != kNoRow)) return;
-  AddTreeEstimates(estimates, weight, d2, sums);
-}
-
-// What dropped rows add to the sum of their weights.
-__device__ __forceinline__ void AddDroppedRows(const EstimatedRows& source, bool used, float max,
-                                               float* sum) {
-  const uint32_t t = threadIdx.x % 4;
-  uint32_t rows[2][2];
-  RowsOfThread(source.Dropped(), rows);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (used && rows[n][c] != kNoRow) *sum += Weight(source.log_mass[n * 8 + 2 * t + c], max);
-    }
-  }
-}
-
-// The rows of an item that may be estimated, sixteen at a time: first its groups, of which those
-// that are opened count as missing, then its leaves. with_groups: whether any may be closed.
-class EstimatedRowsOf {
+// The tiles of an item: first its groups, of which those that are opened count as missing, then its
+// leaves. with_groups: whether any may be closed.
+class EstimatedTiles {
  public:
-  __device__ EstimatedRowsOf(const StepHeader& step, const TreeItem& item, bool with_groups)
-      : item_(item),
-        row_(*item.row),
+  __device__ __forceinline__ EstimatedTiles(const StepHeader& step, const TreeItem& item,
+                                            uint32_t lane, bool with_groups)
+      : step_(step),
+        item_(item),
         leaves_(step, item),
-        lane_(item.tile * kLanes + threadIdx.x % 32 / 4),
-        fates_(UnitFates(step, item.unit)),
+        lane_(item.tile * kLanes + lane),
         first_group_(item.first_group()),
-        groups_end_(item.groups_end()),
-        group_batches_(with_groups ? (groups_end_ - first_group_ + kTreeRows - 1) / kTreeRows : 0) {
-    const TreeScores places = TreeScoresOf(row_, step.group);
-    group_log_mass_ = TreeScoresAt(step, item.unit, places.groups.log_mass);
-    group_d2_ = TreeScoresAt(step, item.unit, places.groups.d2);
-    leaf_log_mass_ = TreeScoresAt(step, item.unit, places.leaves.log_mass);
-    leaf_d2_ = TreeScoresAt(step, item.unit, places.leaves.d2);
-  }
+        groups_(with_groups ? item.groups_end() - first_group_ : 0),
+        group_tiles_((groups_ + kTileRows - 1) / kTileRows) {}
 
-  __device__ __forceinline__ uint32_t batches() const {
-    return group_batches_ + (leaves_.end - leaves_.begin + kTreeRows - 1) / kTreeRows;
+  __device__ __forceinline__ uint32_t count() const {
+    return group_tiles_ + (leaves_.end - leaves_.begin + kTileRows - 1) / kTileRows;
   }
-  // Without rows behind the last one.
-  __device__ __forceinline__ EstimatedRows Batch(uint32_t number) const {
-    const bool groups = number < group_batches_;
-    const uint32_t first = groups ? first_group_ + number * kTreeRows
-                                  : leaves_.begin + (number - group_batches_) * kTreeRows;
-    const uint64_t at =
-        groups ? uint64_t{lane_} * row_.group_slots + item_.tree->first_group_slot + first
-               : uint64_t{lane_} * row_.slots + first;
-    EstimatedRows rows;
-    rows.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
-    rows.log_mass = (groups ? group_log_mass_ : leaf_log_mass_) + at;
-    rows.d2 = (groups ? group_d2_ : leaf_d2_) + at;
-    rows.set = groups ? RowsInOrder(first, groups_end_) : leaves_.Rows(first);
-    rows.groups = groups;
-    const uint32_t own = first + threadIdx.x % kTreeRows;
-    rows.fate = kFateExact;
-    if (own < (groups ? groups_end_ : leaves_.end)) {
-      rows.fate = fates_[groups ? row_.slots + item_.tree->first_group_slot + own : own];
-    }
-    return rows;
+  __device__ __forceinline__ EstimatedTile operator[](uint32_t number) const {
+    const bool groups = number < group_tiles_;
+    const uint32_t before = (groups ? number : number - group_tiles_) * kTileRows;
+    const RowRef& row = *item_.row;
+    const TreeScores places = TreeScoresOf(row, step_.group);
+    const auto place = [&](uint64_t TreeLevelScores::*of) {
+      return TreeScoresAt(step_, item_.unit, groups ? places.groups.*of : places.leaves.*of);
+    };
+    // Among the row's group slots, or the unit's items.
+    const uint32_t slot =
+        before + (groups ? item_.tree->first_group_slot + first_group_ : leaves_.begin);
+    const uint64_t score = uint64_t{lane_} * (groups ? row.group_slots : row.slots) + slot;
+    EstimatedTile tile;
+    tile.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
+    tile.items = groups ? nullptr : leaves_.items + slot;
+    tile.first = first_group_ + before;
+    tile.count = min(kTileRows, (groups ? groups_ : leaves_.end - leaves_.begin) - before);
+    tile.info = reinterpret_cast<const TreeRowInfo*>(place(&TreeLevelScores::info)) + slot;
+    tile.fates = UnitFates(step_, item_.unit) + (groups ? row.slots : 0) + slot;
+    tile.log_mass = place(&TreeLevelScores::log_mass) + score;
+    tile.d2 = place(&TreeLevelScores::d2) + score;
+    return tile;
   }
 
  private:
+  const StepHeader& step_;
   const TreeItem& item_;
-  const RowRef& row_;
   const LeafItems leaves_;
-  const uint32_t lane_;
-  const uint8_t* const fates_;
-  const float *group_log_mass_, *group_d2_, *leaf_log_mass_, *leaf_d2_;
-  const uint32_t first_group_, groups_end_;
-  const uint32_t group_batches_;
+  const uint32_t lane_, first_group_, groups_, group_tiles_;
 };
 
-// dropped: this thread's share of the dropped rows' weights; stays as it is if none may be dropped.
-template <int kDim, int kValueDim, TreeChoice kChoice>
-__device__ __forceinline__ void SumEstimates(const StepHeader& step, const TreeItem& item,
-                                             TreeSums<kDim, kValueDim>* sums, float* dropped) {
-  constexpr bool kByMass = kChoice == TreeChoice::kByMass;
-  const bool used = item.tile * kLanes + threadIdx.x % 32 / 4 < step.group;
-  const EstimatedRowsOf source(step, item, /*with_groups=*/!kByMass);
-  EstimatedRows rows = source.Batch(threadIdx.x / 32);
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x / 32; i < source.batches(); i += kTreeWarps) {
-    const EstimatedRows next = source.Batch(i + kTreeWarps);  // on its way meanwhile
-    AddEstimatedRows(item, rows, used, sums);
-    if constexpr (kByMass) AddDroppedRows(rows, used, sums->max, dropped);
-    rows = next;
-  }
+// What estimated rows add to the sums of errors.
+__device__ __forceinline__ void AddErrors(float weight, float d2, const TreeRowInfo& info,
+                                          PairTotals* totals) {
+  const float capped = fminf(d2, kVarianceCap), half = capped / 2;
+  // Among s weights none can have more than all: their relative variance is at most s - 1.
+  const float growth = fminf(Expm1(capped), info.tokens - 1);
+  const float mass = weight * half;
+  const float rest = fminf(weight * info.spread, attention::kErrorMax);
+  const float moved = fminf(mass * info.value_norm, attention::kErrorMax);
+  totals->errors +=
+      rest * rest * __fdividef(growth, info.tokens) + attention::kMassErrorShare * moved * moved;
+  totals->mass_errors += attention::kMassErrorShare * mass * mass;
+  totals->logit_variances += weight * capped;
 }
 
-// The item's estimate as a state of the tile. TreeFinisher has put the dropped weights in the place
-// of another sum.
-template <int kValueDim, TreeChoice kChoice>
-__device__ __forceinline__ void StoreEstimate(const StepHeader& step, const TreeItem& item,
-                                              uint32_t lanes) {
-  constexpr uint32_t kFrom = kStateHead + 2 * kValueDim, kTo = kStateHead + kValueDim;
-  const float* from = step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim);
-  constexpr uint32_t kFloats = StateFloats(kValueDim);
-  float* to = TileStates(step, item.unit, item.tile, kFloats) +
-              (uint64_t{item.row->read_pieces} + item.slice) * kFloats;
-  __syncthreads();
-  for (uint32_t i = threadIdx.x; i < lanes * kValueDim; i += kTreeThreads) {
-    const uint32_t lane = i / kValueDim, channel = i % kValueDim;
-    const float* value = from + lane * kFrom + kStateHead + channel;
-    to[lane * kTo + kStateHead + channel] = value[0] + value[kValueDim];
+// One thread block's work on an item.
+template <int kDim, int kValueDim, TreeChoice kChoice>
+class EstimateWorker {
+ public:
+  using Memory = EstimateMemory<kDim, kValueDim>;
+  using Sums = TreeSums<kDim, kValueDim>;
+  using Queries = StoredWords<kDim, kLanes * kDim>;  // along the axes
+  static constexpr bool kByMass = kChoice == TreeChoice::kByMass;
+
+  __device__ __forceinline__ EstimateWorker(const StepHeader& step, const TreeItem& item,
+                                            const Queries& queries, Memory* memory)
+      : step_(step),
+        item_(item),
+        queries_(queries),
+        memory_(memory),
+        lanes_(LanesOf(step, item.unit, item.tile)),
+        pairs_(lanes_),
+        tiles_(step, item, pairs_.lane(), /*with_groups=*/!kByMass) {}
+
+  __device__ __forceinline__ void Run() {
+    queries_.Store(memory_->rotated);
+    const uint64_t tile = uint64_t{item_.unit.unit} * step_.tiles_max + item_.tile;
+    totals_.max = step_.lane_scales[tile * kLanes + pairs_.lane()].max;
+    totals_.best = {kByMass ? totals_.max : -INFINITY, 0};
+    Loads loads;
+    if (tiles_.count() > 0) Ask(0, &loads);
+    CommitCopies();
+#pragma unroll 1
+    for (uint32_t i = 0; i < tiles_.count(); ++i) AddTile(i, &loads);
+    __syncthreads();
+    StoreState();
   }
-  if (threadIdx.x >= lanes) return;
-  const float* head = from + threadIdx.x * kFrom;
-  float* head_out = to + threadIdx.x * kTo;
-  head_out[kHeadMax] = head[kTreeMax];
-  head_out[kHeadSum] = head[kTreeSum];
-  head_out[kHeadErrors] = head[kTreeErrors];
-  head_out[kHeadMoments] = head[kTreeMoments];
-  head_out[kHeadDropped] = kChoice == TreeChoice::kByMass ? head[kTreeBestSum] : 0.0f;
-  head_out[kHeadMassErrors] = head[kTreeMassErrors];
-  head_out[kHeadLogitVariances] = head[kTreeLogitVariances];
-}
+
+ private:
+  using Values = RowParts<kValueDim, 16>;
+  using Codes = RowParts<kDim / 2, 8>;
+  // A thread's part of a tile, as scores, choices and the index have it.
+  struct Loads {
+    EstimatedTile tile;
+    uint2 codes[Codes::kParts];
+    // Of pairs.
+    float4 info[TilePairs::kPairs];
+    float log_mass[TilePairs::kPairs], d2[TilePairs::kPairs];
+    float scale[TilePairs::kPairs], unit[TilePairs::kPairs];
+    uint8_t fate[TilePairs::kPairs];
+  };
+  // A thread's pairs of a tile. A row that is not estimated has no weight.
+  struct Pairs {
+    float weight[TilePairs::kPairs] = {}, d2[TilePairs::kPairs] = {};
+    float scale[TilePairs::kPairs] = {}, unit[TilePairs::kPairs] = {};
+  };
+
+  // Asks for tile i, so that it is on its way while the one before is worked on. Loads are ordered
+  // by what they depend on: they are two waits for memory.
+  __device__ __forceinline__ void Ask(uint32_t i, Loads* loads) {
+    loads->tile = tiles_[i];
+    const EstimatedTile& tile = loads->tile;
+    SummedRows<kDim, kValueDim>* rows = &memory_->rows[i % 2];
+    uint32_t value_rows[Values::kParts], code_rows[Codes::kParts], own_rows[TilePairs::kPairs];
+#pragma unroll
+    for (uint32_t k = 0; k < Values::kParts; ++k) value_rows[k] = RowOr0(tile, Values::Row(k));
+#pragma unroll
+    for (uint32_t k = 0; k < Codes::kParts; ++k) code_rows[k] = RowOr0(tile, Codes::Row(k));
+#pragma unroll
+    for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
+      const uint32_t row = pairs_.Row(k);
+      if (row >= tile.count || !pairs_.used()) continue;
+      own_rows[k] = tile.Row(row);
+      loads->fate[k] = tile.fates[row];
+      loads->info[k] = *reinterpret_cast<const float4*>(tile.info + row);
+      loads->log_mass[k] = tile.log_mass[row];
+      loads->d2[k] = tile.d2[row];
+    }
+    const std::byte* values = item_.head + tile.part->mean_values;
+    const std::byte* codes = item_.head + tile.part->deviation_codes;
+    const float* scales = item_.Floats(tile.part->mean_value_scales);
+    const float* units = item_.Floats(tile.part->variance_unit);
+#pragma unroll
+    for (uint32_t k = 0; k < Codes::kParts; ++k) {
+      const std::byte* from = codes + uint64_t{code_rows[k]} * (kDim / 2) + Codes::Byte(k);
+      loads->codes[k] = __ldg(reinterpret_cast<const uint2*>(from));
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
+      if (pairs_.Row(k) >= tile.count || !pairs_.used()) continue;
+      loads->scale[k] = __ldg(scales + own_rows[k]);
+      loads->unit[k] = __ldg(units + own_rows[k]);
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < Values::kParts; ++k) {
+      if (Values::Row(k) >= tile.count) continue;
+      const std::byte* from = values + uint64_t{value_rows[k]} * kValueDim + Values::Byte(k);
+      rows->AskForValues(Values::Row(k), Values::Byte(k), from);
+    }
+  }
+  static __device__ __forceinline__ uint32_t RowOr0(const EstimatedTile& tile, uint32_t i) {
+    return i < tile.count ? tile.Row(i) : 0;
+  }
+
+  // loads: of tile i; in the end of the next one, if there is one.
+  __device__ __forceinline__ void AddTile(uint32_t i, Loads* loads) {
+    SummedRows<kDim, kValueDim>* rows = &memory_->rows[i % 2];
+    const uint32_t steps = (loads->tile.count + 31) / 32;
+    Pairs pairs;
+    Weigh(*loads, &pairs);
+#pragma unroll
+    for (uint32_t k = 0; k < Codes::kParts; ++k) {
+      *rows->Squares(Codes::Row(k), Codes::Byte(k) * 2) = SixteenSquares(loads->codes[k]);
+    }
+    __syncthreads();  // the tile before has been read, too
+    const TileWeights::Limits limits(memory_->tops);
+    if (pairs_.used()) {
+#pragma unroll
+      for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
+        const uint32_t row = pairs_.Row(k);
+        if (row >= steps * 32) continue;
+        memory_->weights.Store(row, pairs_.lane(), pairs.weight[k], pairs.scale[k], pairs.unit[k],
+                               pairs.d2[k], limits);
+      }
+    }
+    if (i + 1 < tiles_.count()) Ask(i + 1, loads);
+    CommitCopies();
+    WaitCopies<1>();
+    __syncthreads();
+    sums_.Add(*rows, memory_->weights, steps, lanes_, limits);
+  }
+  // What the thread's pairs add to the totals, and what their weights are made of.
+  __device__ __forceinline__ void Weigh(const Loads& loads, Pairs* pairs) {
+    float scale = 0, unit = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
+      if (pairs_.Row(k) >= loads.tile.count || !pairs_.used()) continue;
+      const float4& four = loads.info[k];
+      const TreeRowInfo info = {four.x, four.y, four.z, __float_as_uint(four.w)};
+      const uint8_t fate = loads.fate[k];
+      const float weight = Weight(loads.log_mass[k], totals_.max);
+      if constexpr (kByMass) totals_.best.sum += fate == kFateDropped ? weight : 0.0f;
+      // Leaves of opened groups stand for them.
+      if (loads.tile.items != nullptr || fate != kFateExact) {
+        totals_.moments += weight * info.value_norm * info.value_norm;
+      }
+      if (fate != kFateEstimated) continue;
+      pairs->weight[k] = weight;
+      pairs->d2[k] = loads.d2[k];
+      pairs->scale[k] = loads.scale[k];
+      pairs->unit[k] = loads.unit[k];
+      totals_.sum += weight;
+      AddErrors(weight, loads.d2[k], info, &totals_);
+      scale = fmaxf(scale, loads.scale[k]);
+      unit = fmaxf(unit, loads.unit[k]);
+    }
+    memory_->tops.Store(totals_.max, scale, unit);
+  }
+
+  // The item's sums, for judging them, and their sum as a state of the tile.
+  __device__ __forceinline__ void StoreState() {
+    float* own = step_.tree_states + uint64_t{item_.number} * TreeStateFloats(kValueDim);
+    constexpr uint32_t kFloats = StateFloats(kValueDim), kTo = kStateHead + kValueDim;
+    float* to = TileStates(step_, item_.unit, item_.tile, kFloats) +
+                (uint64_t{item_.row->read_pieces} + item_.slice) * kFloats;
+    totals_.StoreMasses(&memory_->heads);
+    totals_.StoreErrors(&memory_->heads);
+    sums_.Finish(
+        item_, lanes_, memory_->rotated, &memory_->exchange,
+        [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
+        [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
+          const uint32_t at = kStateHead + channel;
+          float* state = own + lane * Sums::kLaneFloats + at;
+          *reinterpret_cast<float2*>(state) = value;
+          *reinterpret_cast<float2*>(state + kValueDim) = correction;
+          *reinterpret_cast<float2*>(to + lane * kTo + at) =
+              make_float2(value.x + correction.x, value.y + correction.y);
+        });
+    if (threadIdx.x >= lanes_) return;
+    const uint32_t lane = threadIdx.x;
+    float head[kStateHead] = {};
+    MergeMasses(pairs_, memory_->heads, lane, head);
+    for (const TreeHead kind : {kTreeErrors, kTreeMassErrors, kTreeLogitVariances}) {
+      head[kind] = SumOfLane(pairs_, memory_->heads, lane, kind);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kStateHead; ++i) own[lane * Sums::kLaneFloats + i] = head[i];
+    float* head_out = to + lane * kTo;
+    head_out[kHeadMax] = head[kTreeMax];
+    head_out[kHeadSum] = head[kTreeSum];
+    head_out[kHeadErrors] = head[kTreeErrors];
+    head_out[kHeadMoments] = head[kTreeMoments];
+    head_out[kHeadDropped] = kByMass ? head[kTreeBestSum] : 0.0f;
+    head_out[kHeadMassErrors] = head[kTreeMassErrors];
+    head_out[kHeadLogitVariances] = head[kTreeLogitVariances];
+  }
+
+  const StepHeader& step_;
+  const TreeItem& item_;
+  const Queries& queries_;
+  Memory* const memory_;
+  const uint32_t lanes_;
+  const TilePairs pairs_;
+  const EstimatedTiles tiles_;
+  PairTotals totals_;
+  Sums sums_;
+};
 
 template <int kDim, int kValueDim, TreeChoice kChoice>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeEstimateKernel(const __grid_constant__ StepHeader step) {
-  __shared__ TreeBlock<kDim> block;
+  using Worker = EstimateWorker<kDim, kValueDim, kChoice>;
+  const typename Worker::Queries queries(step, blockIdx.x);
   const TreeItem item(step, blockIdx.x);
   if (ChoiceOf(*item.row) != kChoice) return;
   if constexpr (kChoice == TreeChoice::kByHead) {
     if (PhaseOf(step, item.unit) == TreePhase::kDone) return;
   }
   PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
-  LoadStoredQueries<kDim>(step, item, kLanes * kDim, &block);
-  TreeSums<kDim, kValueDim> sums;
-  const uint64_t tile_number = uint64_t{item.unit.unit} * step.tiles_max + item.tile;
-  sums.max = step.lane_scales[tile_number * kLanes + threadIdx.x % 32 / 4].max;
-  Totals dropped = {kChoice == TreeChoice::kByMass ? sums.max : -INFINITY, 0};
-  SumEstimates<kDim, kValueDim, kChoice>(step, item, &sums, &dropped.sum);
-  const uint32_t lanes = LanesOf(step, item.unit, item.tile);
-  TreeFinisher<kDim, kValueDim>(
-      item, lanes, step.tree_states + uint64_t{item.number} * TreeStateFloats(kValueDim), &block)
-      .Run(&sums, dropped);
-  StoreEstimate<kValueDim, kChoice>(step, item, lanes);
+  Worker(step, item, queries, reinterpret_cast<EstimateMemory<kDim, kValueDim>*>(block_memory))
+      .Run();
 }
 
 }  // namespace attnd::gpu

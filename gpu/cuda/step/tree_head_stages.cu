@@ -3,6 +3,7 @@
 #include "gpu/cuda/step/step_kernels.h"
 #include "gpu/cuda/step/tree_estimate.cuh"
 #include "gpu/cuda/step/tree_item_launch.cuh"
+#include "gpu/cuda/step/tree_leaves.cuh"
 #include "gpu/cuda/step/tree_whole.cuh"
 
 namespace attnd::gpu {
@@ -18,7 +19,8 @@ __global__ void __launch_bounds__(kTreeThreads)
 
 cudaError_t LaunchTreeEstimateByHead(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return TreeEstimateKernel<Shape::kHeadDim, Shape::kValueDim, TreeChoice::kByHead>;
+    return {TreeEstimateKernel<Shape::kHeadDim, Shape::kValueDim, TreeChoice::kByHead>,
+            sizeof(EstimateMemory<Shape::kHeadDim, Shape::kValueDim>)};
   });
 }
 cudaError_t LaunchTreeReopen(const StepHeader& step, cudaStream_t stream) {
@@ -26,7 +28,8 @@ cudaError_t LaunchTreeReopen(const StepHeader& step, cudaStream_t stream) {
       Launch(TreeReopenKernel, step.tree_items, kTreeThreads, 0, stream, step);
   if (error != cudaSuccess) return error;
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return TreeLeavesKernel<Shape::kHeadDim, Shape::kValueDim, /*kReopened=*/true>;
+    return {TreeLeavesKernel<Shape::kHeadDim, Shape::kValueDim, /*kReopened=*/true>,
+            sizeof(LeavesMemory<Shape::kHeadDim>)};
   });
 }
 

@@ -7,12 +7,16 @@
 #include <cstdint>
 
 #include "gpu/cuda/step/large_launch.h"
-#include "gpu/cuda/step/tree_sums.cuh"
+#include "gpu/cuda/step/tree_block.cuh"
 #include "gpu/layout/kernel_shapes.h"
 
 namespace attnd::gpu {
 
-using TreeKernel = void (*)(StepHeader);
+// A kernel and the shared memory that its thread blocks need.
+struct TreeKernel {
+  void (*kernel)(StepHeader);
+  uint32_t shared_bytes = 0;
+};
 
 // Launches kernel_of(ListedShape) of the step's channels, a thread block for each item.
 template <typename KernelOf>
@@ -23,9 +27,9 @@ cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, Kernel
         return listed.head_dim == step.head_dim && listed.value_dim == step.value_dim;
       },
       [&]<typename Shape>(Shape shape) {
-        const TreeKernel kernel = kernel_of(shape);
-        constexpr uint32_t kBytes = kTreeSharedBytes<Shape::kHeadDim, Shape::kValueDim>;
-        error = LaunchLarge(kernel, step.tree_items, kTreeThreads, kBytes, stream, step);
+        const TreeKernel of = kernel_of(shape);
+        error =
+            LaunchLarge(of.kernel, step.tree_items, kTreeThreads, of.shared_bytes, stream, step);
       });
   return error;
 }

@@ -8,12 +8,13 @@ namespace attnd::gpu {
 
 cudaError_t LaunchTreeWhole(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return TreeWholeKernel<Shape::kHeadDim>;
+    return {TreeWholeKernel<Shape::kHeadDim>};
   });
 }
 cudaError_t LaunchTreeEstimateByMass(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return TreeEstimateKernel<Shape::kHeadDim, Shape::kValueDim, TreeChoice::kByMass>;
+    return {TreeEstimateKernel<Shape::kHeadDim, Shape::kValueDim, TreeChoice::kByMass>,
+            sizeof(EstimateMemory<Shape::kHeadDim, Shape::kValueDim>)};
   });
 }
 

@@ -2,117 +2,16 @@
 //
 // The estimate over rows of one segment's tree, for one tile of queries: weights times mean values,
 // and the slopes' correction of that sum (docs/POLICIES.md, "Clusters with a regression"). The
-// correction is linear in the weighted variances, so that slopes are read once for all rows.
+// correction is linear in the weighted variances, so that slopes are read once for all rows. A
+// thread block sums up a tile of rows at a time; each warp has some channels of all rows.
 #ifndef ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_SUMS_CUH_
 
 #include <cstdint>
 
-#include "attention/policy/estimate_limits.h"
-#include "gpu/cuda/step/tree_block.cuh"
+#include "gpu/cuda/step/tree_tile.cuh"
 
 namespace attnd::gpu {
-
-// A warp's sums, spread over its threads: those without [4] are of lane g, partial over t; the
-// channels of the others are in the order of SumOrder.
-template <int kDim, int kValueDim>
-struct TreeSums {
-  float max = -INFINITY;
-  float sum = 0;
-  float moments = 0;
-  float errors = 0;       // squared errors of values
-  float mass_errors = 0;  // of masses
-  float logit_variances = 0;
-  float values[kValueDim / 16][4] = {};
-  float variances[kDim / 16][4] = {};  // of the weights, along the axes
-};
-
-template <int kRows>
-__device__ __forceinline__ void ScaleLanes(float factor, float (&values)[kRows][4]) {
-  const uint32_t t = threadIdx.x % 4;
-  const float even = __shfl_sync(~0u, factor, 8 * t), odd = __shfl_sync(~0u, factor, 8 * t + 4);
-#pragma unroll
-  for (int m = 0; m < kRows; ++m) {
-    values[m][0] *= even;
-    values[m][1] *= odd;
-    values[m][2] *= even;
-    values[m][3] *= odd;
-  }
-}
-
-// Makes the sums relative to a maximum that is not below `greatest` by much.
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void RaiseMax(float greatest, TreeSums<kDim, kValueDim>* sums) {
-  greatest = MaxOverT(greatest);
-  if (!__any_sync(~0u, greatest > sums->max + kLagLog2)) return;
-  const float max = fmaxf(sums->max, greatest);
-  const float factor = Weight(sums->max, max);
-  sums->max = max;
-  sums->sum *= factor;
-  sums->moments *= factor;
-  ScaleLanes(factor, sums->values);
-  ScaleLanes(factor, sums->variances);
-}
-
-// What estimates of 16 rows of a part are made of.
-template <int kDim, int kValueDim>
-struct EstimateRows {
-  ByteRows<kValueDim> values;
-  CodeRows<kDim> codes;
-  TreeNumbers scales, units;
-
-  __device__ __forceinline__ EstimateRows(const std::byte* head, const TreePart& part,
-                                          const uint32_t (&rows)[2][2])
-      : values(head + part.mean_values, rows),
-        codes(head + part.deviation_codes, rows),
-        scales(TreeNumbers::Load(head + part.mean_value_scales, rows)),
-        units(TreeNumbers::Load(head + part.variance_unit, rows)) {}
-};
-
-// Adds 16 rows with these weights; d2: of the rows.
-template <int kDim, int kValueDim>
-__device__ __forceinline__ void AddTreeEstimates(const EstimateRows<kDim, kValueDim>& rows,
-                                                 const float (&weight)[2][2],
-                                                 const float (&d2)[2][2],
-                                                 TreeSums<kDim, kValueDim>* sums) {
-  float of_values[2][2], of_variances[2][2];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float p = weight[n][c];
-      sums->sum += p;
-      of_values[n][c] = p * rows.scales.x[n][c];
-      const float share = __fdividef(kVarianceCap, fmaxf(d2[n][c], kVarianceCap));
-      of_variances[n][c] = p * rows.units.x[n][c] * share;
-    }
-  }
-  rows.values.AddTo(of_values, sums->values);
-  rows.codes.AddTo(of_variances, sums->variances);
-}
-
-// Where warps' sums meet.
-template <int kDim, int kValueDim>
-struct TreeMergeMemory {
-  float heads[kTreeWarps][kLanes][kStateHead];  // TreeHead
-  float factors[kTreeWarps][kLanes];            // to the greatest maximum
-  float values[kTreeWarps][kLanes][kValueDim + 4];
-  float variances[kTreeWarps][kLanes][kDim + 4];
-};
-template <int kDim, int kValueDim>
-inline constexpr uint32_t kTreeSharedBytes = sizeof(TreeMergeMemory<kDim, kValueDim>);
-
-// Heads of a tree item's state and of its leaves' partial sums.
-enum TreeHead {
-  kTreeMax,
-  kTreeSum,
-  kTreeMoments,
-  kTreeBestMax,
-  kTreeBestSum,
-  kTreeErrors,
-  kTreeMassErrors,
-  kTreeLogitVariances
-};
 
 // Adds a state's maximum and sum to others.
 __device__ __forceinline__ void AddState(float max, float sum, float* max_of_all,
@@ -148,168 +47,259 @@ struct SumsOfHeads {
   }
 };
 
-// The thread block's sums of an item, in the order of its warps.
-template <int kDim, int kValueDim>
-class TreeFinisher {
- public:
-  using Memory = TreeMergeMemory<kDim, kValueDim>;
-  using Sums = TreeSums<kDim, kValueDim>;
-  static constexpr uint32_t kLaneFloats = kStateHead + 2 * kValueDim;
+// ---- a tile's weights ----
 
-  // state: of the item, in StepHeader::tree_states.
-  __device__ TreeFinisher(const TreeItem& item, uint32_t lanes, float* state,
-                          TreeBlock<kDim>* block)
-      : item_(item), lanes_(lanes), state_(state), block_(block) {}
+// The greatest of what a warp's pairs have.
+struct WarpTops {
+  float max[kTreeWarps];    // logarithm of mass, of the lane of its pairs
+  float scale[kTreeWarps];  // of mean values
+  float unit[kTreeWarps];   // of variances
 
-  // Writes the state: head, values with their base, the slopes' correction. best: this thread's
-  // share of another sum of masses.
-  __device__ void Run(Sums* sums, Totals best) {
-    auto* memory = reinterpret_cast<Memory*>(block_memory);
+  __device__ __forceinline__ void Store(float own_max, float own_scale, float own_unit) {
+    own_max = MaxOverWarp(own_max);
+    own_scale = MaxOverWarp(own_scale);
+    own_unit = MaxOverWarp(own_unit);
+    if (threadIdx.x % 32 != 0) return;
     const uint32_t warp = threadIdx.x / 32;
-    best.Join();
-    StoreHead(*sums, best, memory);
-    StoreSums<kValueDim>(sums->values, memory->values[warp]);
-    StoreSums<kDim / 2>(sums->variances, memory->variances[warp]);
-    const HalfRows<kValueDim> slopes(SlopesOf(warp));  // on their way while heads are merged
-    __syncthreads();
-    SetFactors(memory);
-    __syncthreads();
-    MergeHeads(*memory);
-    MergeValues(*memory);
-    MergeVariances(*memory);
-    __syncthreads();
-    MultiplySlopes(slopes, sums->values);
-    StoreSums<kValueDim>(sums->values, memory->values[warp]);
-    __syncthreads();
-    AddCorrections(*memory);
+    max[warp] = own_max;
+    scale[warp] = own_scale;
+    unit[warp] = own_unit;
+  }
+  __device__ __forceinline__ float MaxOf(const TilePairs& pairs, uint32_t lane) const {
+    float greatest = -INFINITY;
+    pairs.ForWarpsOf(lane, [&](uint32_t w) { greatest = fmaxf(greatest, max[w]); });
+    return greatest;
+  }
+  static __device__ __forceinline__ float Greatest(const float (&of)[kTreeWarps]) {
+    float greatest = of[0];
+#pragma unroll
+    for (uint32_t w = 1; w < kTreeWarps; ++w) greatest = fmaxf(greatest, of[w]);
+    return greatest;
+  }
+};
+
+// A tile's weights: of its rows' mean values, and of their squared deviations.
+struct TileWeights {
+  TileDigits values, variances;
+
+  // The greatest that a weight may be: the tile's greatest scale and unit. Digits are parts of
+  // them.
+  struct Limits {
+    float scale, unit;
+    __device__ __forceinline__ explicit Limits(const WarpTops& tops)
+        : scale(WarpTops::Greatest(tops.scale)), unit(WarpTops::Greatest(tops.unit)) {}
+  };
+  // Of a row whose mass is `weight`, at most 1; d2: the variance of its logit.
+  __device__ __forceinline__ void Store(uint32_t row, uint32_t lane, float weight, float scale,
+                                        float unit, float d2, const Limits& limits) {
+    const auto part_of = [](float x, float limit) { return limit > 0 ? __fdividef(x, limit) : 0; };
+    const float share = __fdividef(kVarianceCap, fmaxf(d2, kVarianceCap));
+    values.Store(weight * part_of(scale, limits.scale), row, lane);
+    variances.Store(weight * share * part_of(unit, limits.unit), row, lane);
+  }
+};
+
+// ---- sums ----
+
+// What is summed up: a tile's mean values, and its squared deviations in the order of products.
+template <int kDim, int kValueDim>
+struct SummedRows {
+  using ValuePlace = RowPlace<kValueDim>;
+  using SquarePlace = RowPlace<kDim>;
+  __align__(16) std::byte values[kTileRows * ValuePlace::kStride];
+  __align__(16) std::byte squares[kTileRows * SquarePlace::kStride];
+
+  __device__ __forceinline__ uint4* Squares(uint32_t row, uint32_t channel) {
+    return reinterpret_cast<uint4*>(squares + SquarePlace::Of(row, channel));
+  }
+  __device__ __forceinline__ void AskForValues(uint32_t row, uint32_t channel,
+                                               const std::byte* from) {
+    std::byte* to = values + ValuePlace::Of(row, channel);
+    CopyAsync16(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from);
+  }
+};
+
+// A thread's parts of a tile's rows of kRowBytes, if each part has kBytes: neighbours share a row.
+template <int kRowBytes, int kBytes>
+struct RowParts {
+  static constexpr uint32_t kOfRow = kRowBytes / kBytes;
+  static constexpr uint32_t kParts = kTileRows * kOfRow / kTreeThreads;
+
+  static __device__ __forceinline__ uint32_t Row(uint32_t k) {
+    return (threadIdx.x + k * kTreeThreads) / kOfRow;
+  }
+  static __device__ __forceinline__ uint32_t Byte(uint32_t k) {
+    return (threadIdx.x + k * kTreeThreads) % kOfRow * kBytes;
+  }
+};
+
+// A thread block's weights of a segment's slopes: bf16's part of each, and the rest, in the order
+// of products.
+template <int kDim>
+struct SlopeWeights {
+  static constexpr uint32_t kStride = kDim + 16;  // lanes lie in different banks
+  __align__(16) uint32_t words[kLanes][kStride];
+
+  // Those of axes `axis` and axis + 1; axis is even.
+  __device__ __forceinline__ void Store(uint32_t lane, uint32_t axis, float x, float y) {
+    const uint32_t pair = axis / 2, at = pair / 8 * 16 + pair % 4 * 4 + pair % 8 / 4 * 2;
+    Split<__nv_bfloat16>(x, y, &words[lane][at], &words[lane][at + 1]);
+  }
+  // Of lane g, of axes [16 step, 16 step + 16).
+  __device__ __forceinline__ WeightFragment Load(uint32_t step) const {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto four = *reinterpret_cast<const uint4*>(&words[g][step * 16 + t * 4]);
+    return {{four.x, four.z}, {four.y, four.w}};
+  }
+};
+
+// Where a thread block's sums meet.
+template <int kDim, int kValueDim>
+struct SumsExchange {
+  __align__(16) float values[kLanes][kValueDim + 4];
+  SlopeWeights<kDim> slopes;
+};
+
+// A warp's share of the sums over an item's tiles.
+template <int kDim, int kValueDim>
+class TreeSums {
+ public:
+  static constexpr uint32_t kValueRuns = kValueDim / kSumChannels;
+  static constexpr uint32_t kRuns = kValueRuns + kDim / kSumChannels;
+  static constexpr uint32_t kRunsOfWarp = (kRuns + kTreeWarps - 1) / kTreeWarps;
+  static constexpr uint32_t kLaneFloats = kStateHead + 2 * kValueDim;  // of a state
+
+  // Makes the sums relative to another maximum. factor(lane).
+  template <typename Factor>
+  __device__ __forceinline__ void Scale(Factor factor) {
+    const uint32_t t = threadIdx.x % 4;
+#pragma unroll
+    for (uint32_t c = 0; c < 2; ++c) {
+      const float by = factor(2 * t + c);
+#pragma unroll
+      for (uint32_t i = 0; i < kRunsOfWarp; ++i) {
+#pragma unroll
+        for (float& x : sums_[i].x[c]) x *= by;
+      }
+    }
+  }
+  __device__ __forceinline__ void Add(const SummedRows<kDim, kValueDim>& rows,
+                                      const TileWeights& weights, uint32_t steps, uint32_t lanes,
+                                      const TileWeights::Limits& limits) {
+    ForRuns(
+        [&](ChannelSums* sums, uint32_t channel) {
+          sums->template Add<true, kValueDim>(rows.values, channel, weights.values, steps, lanes,
+                                              limits.scale);
+        },
+        [&](ChannelSums* sums, uint32_t channel) {
+          sums->template Add<false, kDim>(rows.squares, channel, weights.variances, steps, lanes,
+                                          limits.unit);
+        });
+  }
+
+  // The whole thread block's sums: put(lane, channel, value, correction), of two neighbouring
+  // channels at a time: the values with their base, and the slopes' correction of them.
+  // sum_of(lane): the sum of weights, behind a barrier.
+  template <typename SumOf, typename Put>
+  __device__ __forceinline__ void Finish(const TreeItem& item, uint32_t lanes,
+                                         const float (*rotated)[kDim],
+                                         SumsExchange<kDim, kValueDim>* exchange, SumOf sum_of,
+                                         Put put) {
+    const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    ForRuns(
+        [&](const ChannelSums* sums, uint32_t channel) {
+          for (uint32_t c = 0; c < 2; ++c) {
+            const float(&x)[4] = sums->x[c];
+            *reinterpret_cast<float4*>(&exchange->values[2 * t + c][channel + 4 * g]) =
+                make_float4(x[0], x[1], x[2], x[3]);
+          }
+        },
+        [&](const ChannelSums* sums, uint32_t channel) {
+          const uint32_t axis = (channel + 4 * g) / 2;  // ChannelOfAxis
+          for (uint32_t c = 0; c < 2; ++c) {
+            const float(&x)[4] = sums->x[c];
+            const float* q = rotated[2 * t + c];
+            exchange->slopes.Store(2 * t + c, axis, x[0] * q[axis], x[2] * q[axis + 1]);
+            exchange->slopes.Store(2 * t + c, axis + kDim / 2, x[1] * q[axis + kDim / 2],
+                                   x[3] * q[axis + kDim / 2 + 1]);
+          }
+        });
+    const float* base = item.Floats(item.tree->offsets.value_base);
+    bool waited = false;
+    for (uint32_t first = 0; first < kValueDim; first += kTreeWarps * 16) {
+      const uint32_t channel = first + warp * 16 + 2 * g;
+      const bool any = channel < kValueDim;
+      Slopes slopes;
+      if (any) slopes.Ask(item, channel);
+      if (!waited) __syncthreads();
+      waited = true;
+      if (!any) continue;
+      const float2 of_base = __ldg(reinterpret_cast<const float2*>(base + channel));
+      float corrections[4] = {};
+      slopes.Multiply(exchange->slopes, corrections);
+#pragma unroll
+      for (uint32_t c = 0; c < 2; ++c) {
+        const uint32_t lane = 2 * t + c;
+        if (lane >= lanes) continue;
+        const float sum = sum_of(lane);
+        const float2 value = *reinterpret_cast<const float2*>(&exchange->values[lane][channel]);
+        put(lane, channel, make_float2(value.x + sum * of_base.x, value.y + sum * of_base.y),
+            make_float2(corrections[c], corrections[c + 2]));
+      }
+    }
   }
 
  private:
-  __device__ __forceinline__ void StoreHead(const Sums& sums, const Totals& best, Memory* memory) {
-    const float sum = SumOverT(sums.sum), moments = SumOverT(sums.moments);
-    const float errors = SumOverT(sums.errors), mass_errors = SumOverT(sums.mass_errors);
-    const float logit_variances = SumOverT(sums.logit_variances);
-    if (threadIdx.x % 4 != 0) return;
-    float* head = memory->heads[threadIdx.x / 32][threadIdx.x % 32 / 4];
-    head[kTreeMax] = sums.max;
-    head[kTreeSum] = sum;
-    head[kTreeMoments] = moments;
-    head[kTreeBestMax] = best.max;
-    head[kTreeBestSum] = best.sum;
-    head[kTreeErrors] = errors;
-    head[kTreeMassErrors] = mass_errors;
-    head[kTreeLogitVariances] = logit_variances;
-  }
-
-  static __device__ __forceinline__ float MaxOf(const Memory& memory, uint32_t lane, int kind) {
-    float max = -INFINITY;
-    for (uint32_t w = 0; w < kTreeWarps; ++w) max = fmaxf(max, memory.heads[w][lane][kind]);
-    return max;
-  }
-
-  static __device__ __forceinline__ void SetFactors(Memory* memory) {
-    if (threadIdx.x >= kTreeWarps * kLanes) return;
-    const uint32_t warp = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-    memory->factors[warp][lane] =
-        Weight(memory->heads[warp][lane][kTreeMax], MaxOf(*memory, lane, kTreeMax));
-  }
-
-  __device__ __forceinline__ void MergeHeads(const Memory& memory) {
-    if (threadIdx.x >= lanes_) return;
-    const uint32_t lane = threadIdx.x;
-    const float max = MaxOf(memory, lane, kTreeMax), best = MaxOf(memory, lane, kTreeBestMax);
-    float head[kStateHead] = {};
-    for (uint32_t w = 0; w < kTreeWarps; ++w) {
-      const float* own = memory.heads[w][lane];
-      const float factor = memory.factors[w][lane];
-      head[kTreeSum] += factor * own[kTreeSum];
-      head[kTreeMoments] += factor * own[kTreeMoments];
-      head[kTreeBestSum] += Weight(own[kTreeBestMax], best) * own[kTreeBestSum];
-      head[kTreeErrors] += own[kTreeErrors];
-      head[kTreeMassErrors] += own[kTreeMassErrors];
-      head[kTreeLogitVariances] += own[kTreeLogitVariances];
-    }
-    head[kTreeMax] = max;
-    head[kTreeBestMax] = best;
+  // A thread's slopes of two neighbouring channels along all axes.
+  class Slopes {
+   public:
+    __device__ __forceinline__ void Ask(const TreeItem& item, uint32_t channel) {
+      const uint32_t t = threadIdx.x % 4;
+      const std::byte* own =
+          item.head + item.tree->offsets.slopes + 2 * t * kRowBytes + channel * 2;
 #pragma unroll
-    for (uint32_t i = 0; i < kStateHead; ++i) state_[lane * kLaneFloats + i] = head[i];
-  }
-
-  __device__ __forceinline__ void MergeValues(const Memory& memory) {
-    const float* base = item_.Floats(item_.tree->offsets.value_base);
-    for (uint32_t i = threadIdx.x; i < lanes_ * kValueDim; i += kTreeThreads) {
-      const uint32_t lane = i / kValueDim, channel = i % kValueDim;
-      float value = 0, sum = 0;
-      for (uint32_t w = 0; w < kTreeWarps; ++w) {
-        const float factor = memory.factors[w][lane];
-        value += factor * memory.values[w][lane][channel];
-        sum += factor * memory.heads[w][lane][kTreeSum];
-      }
-      Value(lane, channel) = value + sum * __ldg(base + channel);
-    }
-  }
-
-  // What the slopes are multiplied by: the query times the weighted variance, along each axis.
-  __device__ __forceinline__ void MergeVariances(const Memory& memory) {
-    for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
-      const uint32_t lane = i / kDim, axis = i % kDim;
-      float variance = 0;
-      for (uint32_t w = 0; lane < lanes_ && w < kTreeWarps; ++w) {
-        variance += memory.factors[w][lane] * memory.variances[w][lane][axis];
-      }
-      block_->vectors[lane][axis] = variance * block_->q.rotated[lane][axis];
-    }
-  }
-
-  // The slopes of the sixteen axes of a share; of the last one's, if there are no more.
-  __device__ __forceinline__ const std::byte* SlopesOf(uint32_t share) const {
-    const uint32_t axis = min(share, kDim / 16u - 1) * 16;
-    return item_.head + item_.tree->offsets.slopes + uint64_t{axis} * kValueDim * 2;
-  }
-  // Each warp takes shares of sixteen axes.
-  __device__ __forceinline__ void MultiplySlopes(const HalfRows<kValueDim>& first,
-                                                 float (&sum)[kValueDim / 16][4]) {
-    const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+      for (uint32_t step = 0; step < kDim / 16; ++step) {
 #pragma unroll
-    for (int m = 0; m < kValueDim / 16; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0;
-    const auto add = [&](uint32_t share, const HalfRows<kValueDim>& slopes) {
-      float weight[2][2];
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          weight[n][c] = block_->vectors[g][share * 16 + n * 8 + 2 * t + c];
+        for (uint32_t i = 0; i < 4; ++i) {
+          const uint32_t axis = step * 16 + i % 2 + i / 2 * 8;  // from 2t on
+          words_[step][i] = __ldg(reinterpret_cast<const uint32_t*>(own + axis * kRowBytes));
         }
       }
-      slopes.AddTo(weight, sum);
-    };
-    if (warp < kDim / 16) add(warp, first);
-#pragma unroll 1
-    for (uint32_t share = warp + kTreeWarps; share < kDim / 16; share += kTreeWarps) {
-      add(share, HalfRows<kValueDim>(SlopesOf(share)));
+    }
+    // sums: [c]: channel 0 and lane 2t + c; [c + 2]: channel 1.
+    __device__ __forceinline__ void Multiply(const SlopeWeights<kDim>& weights,
+                                             float (&sums)[4]) const {
+#pragma unroll
+      for (uint32_t step = 0; step < kDim / 16; ++step) {
+        const uint32_t(&w)[4] = words_[step];
+        const uint32_t a[4] = {PermuteBytes(w[0], w[1], 0x5410), PermuteBytes(w[0], w[1], 0x7632),
+                               PermuteBytes(w[2], w[3], 0x5410), PermuteBytes(w[2], w[3], 0x7632)};
+        const WeightFragment of = weights.Load(step);
+        MultiplyAdd<__nv_bfloat16>(sums, a, of.greater[0], of.greater[1]);
+        MultiplyAdd<__nv_bfloat16>(sums, a, of.rest[0], of.rest[1]);
+      }
+    }
+
+   private:
+    static constexpr uint32_t kRowBytes = kValueDim * 2;
+    uint32_t words_[kDim / 16][4];
+  };
+
+  // Calls values(sums, channel) or variances(sums, channel) for the warp's runs of channels.
+  template <typename Values, typename Variances>
+  __device__ __forceinline__ void ForRuns(Values values, Variances variances) {
+#pragma unroll
+    for (uint32_t i = 0; i < kRunsOfWarp; ++i) {
+      const uint32_t run = threadIdx.x / 32 + i * kTreeWarps;
+      if (run < kValueRuns) {
+        values(&sums_[i], run * kSumChannels);
+      } else if (run < kRuns) {
+        variances(&sums_[i], (run - kValueRuns) * kSumChannels);
+      }
     }
   }
 
-  __device__ __forceinline__ void AddCorrections(const Memory& memory) {
-    for (uint32_t i = threadIdx.x; i < lanes_ * kValueDim; i += kTreeThreads) {
-      const uint32_t lane = i / kValueDim, channel = i % kValueDim;
-      float correction = 0;
-      for (uint32_t w = 0; w < kTreeWarps; ++w) correction += memory.values[w][lane][channel];
-      Correction(lane, channel) = correction;
-    }
-  }
-
-  __device__ __forceinline__ float& Value(uint32_t lane, uint32_t channel) {
-    return state_[lane * kLaneFloats + kStateHead + channel];
-  }
-  __device__ __forceinline__ float& Correction(uint32_t lane, uint32_t channel) {
-    return Value(lane, kValueDim + channel);
-  }
-
-  const TreeItem& item_;
-  const uint32_t lanes_;
-  float* const state_;
-  TreeBlock<kDim>* const block_;
+  ChannelSums sums_[kRunsOfWarp];
 };
 
 }  // namespace attnd::gpu

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "gpu/cuda/step/tree_stages.cuh"
+#include "gpu/cuda/step/tree_block.cuh"
 
 namespace attnd::gpu {
 
@@ -50,9 +50,9 @@ __device__ __forceinline__ void OpenWhole(const StepHeader& step, const TreeItem
 
 // Variances do not count in the first order: there queries have no length along the axes.
 template <int kDim>
-__device__ __forceinline__ void ClearRotated(TreeBlock<kDim>* block) {
+__device__ __forceinline__ void ClearRotated(TreeQueries<kDim>* queries) {
   for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
-    block->q.rotated[i / kDim][i % kDim] = 0;
+    queries->rotated[i / kDim][i % kDim] = 0;
   }
   __syncthreads();
 }
@@ -60,18 +60,19 @@ __device__ __forceinline__ void ClearRotated(TreeBlock<kDim>* block) {
 template <int kDim>
 __global__ void __launch_bounds__(kTreeThreads)
     TreeWholeKernel(const __grid_constant__ StepHeader step) {
-  __shared__ TreeBlock<kDim> block;
+  __shared__ __align__(16) TreeQueries<kDim> queries;
+  __shared__ __align__(16) TreeQueryMaking<kDim> making;
   const TreeItem item(step, blockIdx.x);
   if (ChoiceOf(*item.row) != TreeChoice::kByMass) return;
   OpenWhole(step, item);
-  LoadTreeQueries<kDim>(step, item, &block);
+  LoadTreeQueries<kDim>(step, item, &making, &queries);
   if (item.row->second_order != 0) {
-    RotateQueries<kDim>(item, &block);
+    RotateQueries<kDim>(item, making, &queries);
   } else {
-    ClearRotated<kDim>(&block);
+    ClearRotated<kDim>(&queries);
   }
-  SquareQueries<kDim>(&block);
-  StoreQueries<kDim>(step, item, block);
+  SquareQueries<kDim>(&queries);
+  StoreQueries<kDim>(step, item, queries);
 }
 
 }  // namespace attnd::gpu

@@ -60,15 +60,15 @@ void MultiplyAdd16(DType dtype, float (&d)[4], const uint32_t (&a)[4], std::arra
   });
 }
 
-void MultiplyAddBytes(bool b_signed, int (&d)[4], std::array<uint32_t, 4> a,
+void MultiplyAddBytes(bool a_signed, int (&d)[4], std::array<uint32_t, 4> a,
                       std::array<uint32_t, 2> b) {
-  const WarpWords* lanes = Exchange(b_signed ? "product of signed bytes" : "product of bytes",
+  const WarpWords* lanes = Exchange(a_signed ? "product of signed bytes" : "product of bytes",
                                     kAllLanes, Words(a.data(), b.data()));
   ForResult(lanes, d, [&](uint32_t x, uint32_t y) {
     int sum = 0;
     for (uint32_t i = 0; i < 32; i += 8) {
-      const auto byte = static_cast<uint8_t>(y >> i);
-      sum += static_cast<int8_t>(x >> i) * (b_signed ? static_cast<int8_t>(byte) : int{byte});
+      const auto byte = static_cast<uint8_t>(x >> i);
+      sum += (a_signed ? static_cast<int8_t>(byte) : int{byte}) * static_cast<int8_t>(y >> i);
     }
     return sum;
   });

@@ -13,7 +13,7 @@
 namespace attnd::gpu::emulated {
 
 void MultiplyAdd16(DType dtype, float (&d)[4], const uint32_t (&a)[4], std::array<uint32_t, 2> b);
-void MultiplyAddBytes(bool b_signed, int (&d)[4], std::array<uint32_t, 4> a,
+void MultiplyAddBytes(bool a_signed, int (&d)[4], std::array<uint32_t, 4> a,
                       std::array<uint32_t, 2> b);
 // row: 8 numbers of 16 bits, row i % 8 of matrix i / 8 of lane i.
 void TransposeMatrices(const uint32_t (&row)[4], uint32_t (&to)[4]);

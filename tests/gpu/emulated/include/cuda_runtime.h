@@ -55,6 +55,7 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -177,6 +178,10 @@ uint32_t SumOverWarp(uint32_t mask, uint32_t word, Of of) {
 }
 inline uint32_t __reduce_add_sync(uint32_t mask, uint32_t x) {
   return SumOverWarp(mask, x, [](uint32_t, uint32_t word) { return word; });
+}
+inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t x) {
+  const auto words = attnd::gpu::emulated::WordsOfWarp(mask, x);
+  return *std::max_element(std::begin(words.words), std::end(words.words));
 }
 inline uint32_t __ballot_sync(uint32_t mask, bool x) {
   return SumOverWarp(mask, x, [](uint32_t lane, uint32_t word) { return word << lane; });

@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The groups stage: scores of one tree item's groups, and the sums of their estimates.
+#ifndef ATTND_GPU_CUDA_STEP_TREE_GROUPS_CUH_
+#define ATTND_GPU_CUDA_STEP_TREE_GROUPS_CUH_
+
+#include <cstdint>
+
+#include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/tree_sums.cuh"
+
+namespace attnd::gpu {
+
+// Rows [first, first + 16) of `count`.
+__device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count) {
+  const uint32_t row = first + threadIdx.x % kTreeRows;
+  return {row < count ? row : kNoRow};
+}
+
+template <int kDim, int kValueDim>
+__device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
+  const TreeOffsets& offsets = item.tree->offsets;
+  const uint32_t first = item.first_group();
+  const uint32_t max_groups = max(item.tree->max_groups, first);
+  const uint32_t rows = min(max_groups - first, item.row->tree_slice_groups);
+  const auto prefetch_rows = [&](uint32_t part, uint32_t row_bytes) {
+    PrefetchBytes(item.head + part + uint64_t{first} * row_bytes, rows * row_bytes);
+  };
+  PrefetchBytes(item.head + offsets.axes, kDim * kDim * 2);
+  prefetch_rows(offsets.groups.centroids, kDim);
+  prefetch_rows(offsets.groups.deviation_codes, kDim / 2);
+  PrefetchBytes(item.head + offsets.slopes, kDim * kValueDim * 2);
+}
+
+// Stores what choosing needs of an item's groups; of slots without a group zeros.
+__device__ __forceinline__ void StoreGroupInfos(const StepHeader& step, const TreeItem& item,
+                                                uint32_t groups) {
+  if (item.tile != 0) return;  // the other tiles store none
+  const TreeScores places = TreeScoresOf(*item.row, step.group);
+  auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
+             item.tree->first_group_slot;
+  const TreePart& part = item.tree->offsets.groups;
+  const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
+  const uint32_t slots_end =
+      min(item.tree->group_slots, item.first_group() + item.row->tree_slice_groups);
+  for (uint32_t i = item.first_group() + threadIdx.x; i < slots_end; i += kTreeThreads) {
+    TreeRowInfo info = {};
+    if (i < groups) {
+      const RawRowInfo raw(item, part, i);
+      const uint32_t first = __ldg(members + i), next = __ldg(members + i + 1);
+      info = raw.Info(first | (next - first) << 16);
+    }
+    to[i] = info;
+  }
+}
+
+// Numbers of a tile's groups, as the index has them.
+struct GroupNumbers {
+  __align__(16) float centroid_scales[kTileRows], log_sizes[kTileRows], units[kTileRows];
+  __align__(16) float value_scales[kTileRows], value_norms2[kTileRows];
+
+  // Asks for those of `count` groups from `first` on.
+  __device__ __forceinline__ void Ask(const TreeItem& item, uint32_t first, uint32_t count) {
+    const TreePart& part = item.tree->offsets.groups;
+    const uint32_t parts[] = {part.centroid_scales, part.log_size, part.variance_unit,
+                              part.mean_value_scales, part.value_norm2};
+    float* to[] = {centroid_scales, log_sizes, units, value_scales, value_norms2};
+    const uint32_t at = threadIdx.x % 32 * 4;
+#pragma unroll
+    for (uint32_t i = 0; i < 5; ++i) {
+      if (threadIdx.x / 32 != i || at >= count) continue;
+      CopyAsync16(static_cast<uint32_t>(__cvta_generic_to_shared(to[i] + at)),
+                  reinterpret_cast<const std::byte*>(item.Floats(parts[i]) + first + at));
+    }
+  }
+};
+
+// Queries are made where squares will lie, while values are on their way.
+template <int kDim, int kValueDim>
+struct RowsBeforeSquares {
+  __align__(16) std::byte values[sizeof(SummedRows<kDim, kValueDim>::values)];
+  TreeQueryMaking<kDim> making;
+};
+
+template <int kDim, int kValueDim>
+struct GroupsMemory {
+  TreeQueries<kDim> q;
+  union {
+    TileProducts products;
+    TileWeights weights;
+  };
+  union {
+    RowsBeforeSquares<kDim, kValueDim> before;
+    SummedRows<kDim, kValueDim> rows;
+    SumsExchange<kDim, kValueDim> exchange;  // behind the last tile
+  };
+  GroupNumbers numbers;
+  WarpTops tops;
+  WarpHeads heads;
+};
+
+// One thread block's work on an item.
+template <int kDim, int kValueDim>
+class GroupsWorker {
+ public:
+  using Memory = GroupsMemory<kDim, kValueDim>;
+  using Sums = TreeSums<kDim, kValueDim>;
+
+  __device__ __forceinline__ GroupsWorker(const StepHeader& step, const TreeItem& item,
+                                          Memory* memory)
+      : step_(step),
+        item_(item),
+        memory_(memory),
+        lanes_(LanesOf(step, item.unit, item.tile)),
+        pairs_(lanes_),
+        groups_(item.groups_end()) {}
+
+  __device__ __forceinline__ void Run() {
+    uint32_t first = item_.first_group();
+    AskForRows(first);
+    ScoredRows<kDim> rows(item_.head, part(), OwnRows(first));  // on their way meanwhile
+    LoadTreeQueries<kDim>(step_, item_, &memory_->before.making, &memory_->q);
+    RotateQueries<kDim>(item_, memory_->before.making, &memory_->q);
+    SquareQueries<kDim>(&memory_->q);
+    StoreQueries<kDim>(step_, item_, memory_->q);
+    for (;;) {
+      AddTile(first, rows);
+      first += kTileRows;
+      __syncthreads();  // rows have been read
+      if (first >= groups_) break;
+      AskForRows(first);
+      rows = ScoredRows<kDim>(item_.head, part(), OwnRows(first));
+    }
+    StoreGroupInfos(step_, item_, groups_);
+    StoreState();
+  }
+
+ private:
+  __device__ __forceinline__ const TreePart& part() const { return item_.tree->offsets.groups; }
+  // The warp's sixteen of the tile's rows.
+  __device__ __forceinline__ TreeRowSet OwnRows(uint32_t first) const {
+    return RowsInOrder(first + threadIdx.x / 32 * kTreeRows, groups_);
+  }
+  __device__ __forceinline__ uint32_t RowsOf(uint32_t first) const {
+    return min(max(groups_, first) - first, kTileRows);
+  }
+  static __device__ __forceinline__ uint32_t StepsOf(uint32_t rows) { return (rows + 31) / 32; }
+
+  __device__ __forceinline__ void AskForRows(uint32_t first) {
+    const uint32_t count = RowsOf(first);
+    memory_->numbers.Ask(item_, first, count);
+    using Parts = RowParts<kValueDim, 16>;
+    const std::byte* values =
+        item_.head + part().mean_values + uint64_t{first} * kValueDim + threadIdx.x * 16;
+#pragma unroll
+    for (uint32_t k = 0; k < Parts::kParts; ++k) {
+      if (Parts::Row(k) >= count) continue;
+      memory_->rows.AskForValues(Parts::Row(k), Parts::Byte(k), values + k * kTreeThreads * 16);
+    }
+    CommitCopies();
+  }
+  // The tile's sums, relative to the greatest mass so far.
+  __device__ __forceinline__ void AddTile(uint32_t first, const ScoredRows<kDim>& rows) {
+    Multiply(rows);
+    WaitCopies<0>();
+    __syncthreads();
+    const uint32_t count = RowsOf(first), steps = StepsOf(count);
+    float x[TilePairs::kPairs], d2[TilePairs::kPairs];
+    Score(first, count, x, d2);
+    __syncthreads();  // products have been read
+    const TileWeights::Limits limits(memory_->tops);
+    ScaleSums(first);
+    Weigh(count, steps, limits, x, d2);
+    __syncthreads();
+    sums_.Add(memory_->rows, memory_->weights, steps, lanes_, limits);
+  }
+  // The products of the warp's rows, and its rows' squared deviations.
+  __device__ __forceinline__ void Multiply(const ScoredRows<kDim>& rows) {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto place = [&](int n, uint32_t block) {
+      const uint32_t row = threadIdx.x / 32 * kTreeRows + n * 8 + g;
+      return memory_->rows.Squares(row, block * 64 + t * 16);
+    };
+#pragma unroll
+    for (uint32_t block = 0; block < ScoredRows<kDim>::kBlocks; ++block) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) *place(n, block) = SixteenSquares(rows.codes[n][block]);
+    }
+    MultiplyRows(
+        memory_->q, rows, [&](int n, uint32_t block) { return *place(n, block); },
+        &memory_->products);
+  }
+  // Scores of the thread's pairs, which are kept for the stages that choose.
+  __device__ __forceinline__ void Score(uint32_t first, uint32_t count,
+                                        float (&x)[TilePairs::kPairs],
+                                        float (&d2)[TilePairs::kPairs]) {
+    const TreeScores places = TreeScoresOf(*item_.row, step_.group);
+    const uint64_t at = uint64_t{item_.tile * kLanes + pairs_.lane()} * item_.row->group_slots +
+                        item_.tree->first_group_slot + first;
+    float* log_mass = TreeScoresAt(step_, item_.unit, places.groups.log_mass) + at;
+    float* variances = TreeScoresAt(step_, item_.unit, places.groups.d2) + at;
+    const GroupNumbers& numbers = memory_->numbers;
+    const LaneFactors factors(memory_->q, pairs_.lane());
+    float best[TilePairs::kPairs], greatest = -INFINITY, scale = 0, unit = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
+      const uint32_t row = pairs_.Row(k);
+      RowScore score;
+      if (row < count) {
+        scale = fmaxf(scale, numbers.value_scales[row]);
+        unit = fmaxf(unit, numbers.units[row]);
+        score = factors.ScoreOf(
+            memory_->products, pairs_.lane(), row,
+            {numbers.centroid_scales[row], numbers.log_sizes[row], numbers.units[row]},
+            attention::kGroupOptimism);
+        if (pairs_.used()) {
+          log_mass[row] = score.log_mass;
+          variances[row] = score.d2;
+        }
+      }
+      x[k] = score.log_mass;
+      d2[k] = score.d2;
+      best[k] = score.best;
+      greatest = fmaxf(greatest, x[k]);
+    }
+    totals_.best.Add(best);
+    memory_->tops.Store(greatest, scale, unit);
+  }
+  __device__ __forceinline__ void ScaleSums(uint32_t first) {
+    totals_.RaiseMax(fmaxf(totals_.max, memory_->tops.MaxOf(pairs_, pairs_.lane())));
+    const uint32_t t = threadIdx.x % 4;
+    float greatest[2];
+#pragma unroll
+    for (uint32_t c = 0; c < 2; ++c) {
+      greatest[c] = fmaxf(max_of_sums_[c], memory_->tops.MaxOf(pairs_, 2 * t + c));
+    }
+    if (first != item_.first_group()) {
+      sums_.Scale(
+          [&](uint32_t lane) { return Weight(max_of_sums_[lane % 2], greatest[lane % 2]); });
+    }
+    max_of_sums_[0] = greatest[0];
+    max_of_sums_[1] = greatest[1];
+  }
+  __device__ __forceinline__ void Weigh(uint32_t count, uint32_t steps,
+                                        const TileWeights::Limits& limits,
+                                        const float (&x)[TilePairs::kPairs],
+                                        const float (&d2)[TilePairs::kPairs]) {
+    if (!pairs_.used()) return;
+    const GroupNumbers& numbers = memory_->numbers;
+#pragma unroll
+    for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
+      const uint32_t row = pairs_.Row(k);
+      if (row >= steps * 32) continue;
+      const float weight = Weight(x[k], totals_.max);
+      float scale = 0, unit = 0;
+      if (row < count) {
+        totals_.sum += weight;
+        totals_.moments += weight * numbers.value_norms2[row];
+        scale = numbers.value_scales[row];
+        unit = numbers.units[row];
+      }
+      memory_->weights.Store(row, pairs_.lane(), weight, scale, unit, d2[k], limits);
+    }
+  }
+  __device__ __forceinline__ void StoreState() {
+    float* state = step_.tree_states + uint64_t{item_.number} * TreeStateFloats(kValueDim);
+    totals_.StoreMasses(&memory_->heads);
+    sums_.Finish(
+        item_, lanes_, memory_->q.rotated, &memory_->exchange,
+        [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
+        [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
+          float* to = state + lane * Sums::kLaneFloats + kStateHead + channel;
+          *reinterpret_cast<float2*>(to) = value;
+          *reinterpret_cast<float2*>(to + kValueDim) = correction;
+        });
+    if (threadIdx.x >= lanes_) return;
+    float head[kStateHead] = {};
+    MergeMasses(pairs_, memory_->heads, threadIdx.x, head);
+#pragma unroll
+    for (uint32_t i = 0; i < kStateHead; ++i) {
+      state[threadIdx.x * Sums::kLaneFloats + i] = head[i];
+    }
+  }
+
+  const StepHeader& step_;
+  const TreeItem& item_;
+  Memory* const memory_;
+  const uint32_t lanes_;
+  const TilePairs pairs_;
+  const uint32_t groups_;  // the end of the slice's
+  PairTotals totals_;
+  Sums sums_;
+  float max_of_sums_[2] = {-INFINITY, -INFINITY};  // of lanes 2t and 2t + 1
+};
+
+template <int kDim, int kValueDim>
+__global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
+    TreeGroupsKernel(const __grid_constant__ StepHeader step) {
+  const TreeItem item(step, blockIdx.x);
+  if (ChoiceOf(*item.row) == TreeChoice::kByMass) return;
+  PrefetchGroups<kDim, kValueDim>(item);
+  auto* memory = reinterpret_cast<GroupsMemory<kDim, kValueDim>*>(block_memory);
+  GroupsWorker<kDim, kValueDim>(step, item, memory).Run();
+}
+
+}  // namespace attnd::gpu
+
+#endif  // ATTND_GPU_CUDA_STEP_TREE_GROUPS_CUH_
