@@ -17,19 +17,18 @@ __device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count
   return {row < count ? row : kNoRow};
 }
 
+// What the thread block does not ask for at once.
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
   const TreeOffsets& offsets = item.tree->offsets;
-  const uint32_t first = item.first_group();
-  const uint32_t max_groups = max(item.tree->max_groups, first);
-  const uint32_t rows = min(max_groups - first, item.row->tree_slice_groups);
-  const auto prefetch_rows = [&](uint32_t part, uint32_t row_bytes) {
-    PrefetchBytes(item.head + part + uint64_t{first} * row_bytes, rows * row_bytes);
-  };
   PrefetchBytes(item.head + offsets.axes, kDim * kDim * 2);
-  prefetch_rows(offsets.groups.centroids, kDim);
-  prefetch_rows(offsets.groups.deviation_codes, kDim / 2);
   PrefetchBytes(item.head + offsets.slopes, kDim * kValueDim * 2);
+  const TreePart& part = offsets.groups;
+  const uint32_t first = min(item.first_group(), item.tree->max_groups);
+  const uint32_t bytes = 4 * min(item.tree->max_groups - first, item.row->tree_slice_groups);
+  for (const uint32_t of : {part.starts, part.first_members, part.spread, part.value_norm2}) {
+    PrefetchBytes(item.head + of + first * 4, bytes);
+  }
 }
 
 // Stores what choosing needs of an item's groups; of slots without a group zeros.
@@ -75,28 +74,30 @@ struct GroupNumbers {
   }
 };
 
-// Queries are made where squares will lie, while values are on their way.
-template <int kDim, int kValueDim>
-struct RowsBeforeSquares {
-  __align__(16) std::byte values[sizeof(SummedRows<kDim, kValueDim>::values)];
-  TreeQueryMaking<kDim> making;
-};
-
 template <int kDim, int kValueDim>
 struct GroupsMemory {
+  // A tile's.
+  struct Rows {
+    SummedRows<kDim, kValueDim> summed;
+    GroupNumbers numbers;
+  };
+
   TreeQueries<kDim> q;
   union {
     TileProducts products;
     TileWeights weights;
-  };
-  union {
-    RowsBeforeSquares<kDim, kValueDim> before;
-    SummedRows<kDim, kValueDim> rows;
     SumsExchange<kDim, kValueDim> exchange;  // behind the last tile
   };
-  GroupNumbers numbers;
+  Rows first;
+  union {
+    TreeQueryMaking<kDim> making;  // until the second tile is asked for
+    Rows second;
+  };
   WarpTops tops;
   WarpHeads heads;
+
+  // Of tile i: tiles take turns.
+  __device__ __forceinline__ Rows* RowsOf(uint32_t i) { return i % 2 == 0 ? &first : &second; }
 };
 
 // One thread block's work on an item.
@@ -116,20 +117,19 @@ class GroupsWorker {
         groups_(item.groups_end()) {}
 
   __device__ __forceinline__ void Run() {
-    uint32_t first = item_.first_group();
-    AskForRows(first);
-    ScoredRows<kDim> rows(item_.head, part(), OwnRows(first));  // on their way meanwhile
-    LoadTreeQueries<kDim>(step_, item_, &memory_->before.making, &memory_->q);
-    RotateQueries<kDim>(item_, memory_->before.making, &memory_->q);
+    // On their way while queries are made.
+    AskForValues(0);
+    CommitCopies();
+    ScoredRows<kDim> rows(item_.head, part(), OwnRows(0));
+    LoadTreeQueries<kDim>(step_, item_, &memory_->making, &memory_->q);
+    RotateQueries<kDim>(item_, memory_->making, &memory_->q);
     SquareQueries<kDim>(&memory_->q);
     StoreQueries<kDim>(step_, item_, memory_->q);
-    for (;;) {
-      AddTile(first, rows);
-      first += kTileRows;
-      __syncthreads();  // rows have been read
-      if (first >= groups_) break;
-      AskForRows(first);
-      rows = ScoredRows<kDim>(item_.head, part(), OwnRows(first));
+    const uint32_t tiles = TilesOf(groups_ - item_.first_group());
+#pragma unroll 1
+    for (uint32_t i = 0; i < tiles; ++i) {
+      AddTile(i, tiles, &rows);
+      __syncthreads();  // the tile has been read
     }
     StoreGroupInfos(step_, item_, groups_);
     StoreState();
@@ -137,49 +137,62 @@ class GroupsWorker {
 
  private:
   __device__ __forceinline__ const TreePart& part() const { return item_.tree->offsets.groups; }
-  // The warp's sixteen of the tile's rows.
-  __device__ __forceinline__ TreeRowSet OwnRows(uint32_t first) const {
-    return RowsInOrder(first + threadIdx.x / 32 * kTreeRows, groups_);
+  static __device__ __forceinline__ uint32_t TilesOf(uint32_t groups) {
+    return (groups + kTileRows - 1) / kTileRows;
   }
-  __device__ __forceinline__ uint32_t RowsOf(uint32_t first) const {
-    return min(max(groups_, first) - first, kTileRows);
+  __device__ __forceinline__ uint32_t FirstOf(uint32_t i) const {
+    return item_.first_group() + i * kTileRows;
   }
-  static __device__ __forceinline__ uint32_t StepsOf(uint32_t rows) { return (rows + 31) / 32; }
+  __device__ __forceinline__ uint32_t CountOf(uint32_t i) const {
+    return min(max(groups_, FirstOf(i)) - FirstOf(i), kTileRows);
+  }
+  // The warp's sixteen of a tile's rows.
+  __device__ __forceinline__ TreeRowSet OwnRows(uint32_t i) const {
+    return RowsInOrder(FirstOf(i) + threadIdx.x / 32 * kTreeRows, groups_);
+  }
 
-  __device__ __forceinline__ void AskForRows(uint32_t first) {
-    const uint32_t count = RowsOf(first);
-    memory_->numbers.Ask(item_, first, count);
+  __device__ __forceinline__ void AskForValues(uint32_t i) {
+    const uint32_t first = FirstOf(i), count = CountOf(i);
+    typename Memory::Rows* rows = memory_->RowsOf(i);
+    rows->numbers.Ask(item_, first, count);
     using Parts = RowParts<kValueDim, 16>;
     const std::byte* values =
         item_.head + part().mean_values + uint64_t{first} * kValueDim + threadIdx.x * 16;
 #pragma unroll
     for (uint32_t k = 0; k < Parts::kParts; ++k) {
       if (Parts::Row(k) >= count) continue;
-      memory_->rows.AskForValues(Parts::Row(k), Parts::Byte(k), values + k * kTreeThreads * 16);
+      rows->summed.AskForValues(Parts::Row(k), Parts::Byte(k), values + k * kTreeThreads * 16);
     }
-    CommitCopies();
   }
-  // The tile's sums, relative to the greatest mass so far.
-  __device__ __forceinline__ void AddTile(uint32_t first, const ScoredRows<kDim>& rows) {
-    Multiply(rows);
+  // The tile's sums, relative to the greatest mass so far. rows: of tile i; in the end of the next
+  // one, if there is one.
+  __device__ __forceinline__ void AddTile(uint32_t i, uint32_t tiles, ScoredRows<kDim>* rows) {
+    typename Memory::Rows* of = memory_->RowsOf(i);
+    Multiply(*rows, &of->summed);
     WaitCopies<0>();
     __syncthreads();
-    const uint32_t count = RowsOf(first), steps = StepsOf(count);
+    const uint32_t count = CountOf(i), steps = (count + 31) / 32;
     float x[TilePairs::kPairs], d2[TilePairs::kPairs];
-    Score(first, count, x, d2);
+    Score(FirstOf(i), count, of->numbers, x, d2);
     __syncthreads();  // products have been read
     const TileWeights::Limits limits(memory_->tops);
-    ScaleSums(first);
-    Weigh(count, steps, limits, x, d2);
+    ScaleSums(i);
+    Weigh(count, steps, limits, of->numbers, x, d2);
+    if (i + 1 < tiles) {
+      AskForValues(i + 1);
+      *rows = ScoredRows<kDim>(item_.head, part(), OwnRows(i + 1));
+    }
+    CommitCopies();
     __syncthreads();
-    sums_.Add(memory_->rows, memory_->weights, steps, lanes_, limits);
+    sums_.Add(of->summed, memory_->weights, steps, lanes_, limits);
   }
   // The products of the warp's rows, and its rows' squared deviations.
-  __device__ __forceinline__ void Multiply(const ScoredRows<kDim>& rows) {
+  __device__ __forceinline__ void Multiply(const ScoredRows<kDim>& rows,
+                                           SummedRows<kDim, kValueDim>* summed) {
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const auto place = [&](int n, uint32_t block) {
       const uint32_t row = threadIdx.x / 32 * kTreeRows + n * 8 + g;
-      return memory_->rows.Squares(row, block * 64 + t * 16);
+      return summed->Squares(row, block * 64 + t * 16);
     };
 #pragma unroll
     for (uint32_t block = 0; block < ScoredRows<kDim>::kBlocks; ++block) {
@@ -191,7 +204,7 @@ class GroupsWorker {
         &memory_->products);
   }
   // Scores of the thread's pairs, which are kept for the stages that choose.
-  __device__ __forceinline__ void Score(uint32_t first, uint32_t count,
+  __device__ __forceinline__ void Score(uint32_t first, uint32_t count, const GroupNumbers& numbers,
                                         float (&x)[TilePairs::kPairs],
                                         float (&d2)[TilePairs::kPairs]) {
     const TreeScores places = TreeScoresOf(*item_.row, step_.group);
@@ -199,7 +212,6 @@ class GroupsWorker {
                         item_.tree->first_group_slot + first;
     float* log_mass = TreeScoresAt(step_, item_.unit, places.groups.log_mass) + at;
     float* variances = TreeScoresAt(step_, item_.unit, places.groups.d2) + at;
-    const GroupNumbers& numbers = memory_->numbers;
     const LaneFactors factors(memory_->q, pairs_.lane());
     float best[TilePairs::kPairs], greatest = -INFINITY, scale = 0, unit = 0;
 #pragma unroll
@@ -226,7 +238,7 @@ class GroupsWorker {
     totals_.best.Add(best);
     memory_->tops.Store(greatest, scale, unit);
   }
-  __device__ __forceinline__ void ScaleSums(uint32_t first) {
+  __device__ __forceinline__ void ScaleSums(uint32_t i) {
     totals_.RaiseMax(fmaxf(totals_.max, memory_->tops.MaxOf(pairs_, pairs_.lane())));
     const uint32_t t = threadIdx.x % 4;
     float greatest[2];
@@ -234,7 +246,7 @@ class GroupsWorker {
     for (uint32_t c = 0; c < 2; ++c) {
       greatest[c] = fmaxf(max_of_sums_[c], memory_->tops.MaxOf(pairs_, 2 * t + c));
     }
-    if (first != item_.first_group()) {
+    if (i > 0) {
       sums_.Scale(
           [&](uint32_t lane) { return Weight(max_of_sums_[lane % 2], greatest[lane % 2]); });
     }
@@ -243,10 +255,10 @@ class GroupsWorker {
   }
   __device__ __forceinline__ void Weigh(uint32_t count, uint32_t steps,
                                         const TileWeights::Limits& limits,
+                                        const GroupNumbers& numbers,
                                         const float (&x)[TilePairs::kPairs],
                                         const float (&d2)[TilePairs::kPairs]) {
     if (!pairs_.used()) return;
-    const GroupNumbers& numbers = memory_->numbers;
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       const uint32_t row = pairs_.Row(k);

@@ -161,15 +161,13 @@ struct ScoredRows {
 // ---- weights times rows ----
 
 // Where a row's bytes lie in shared memory: sectors of 32 bytes change places within a row, so that
-// the same sector of four neighbouring rows lies in different banks; or rows are further apart.
+// the same sector of four neighbouring rows lies in different banks.
 template <int kRowBytes>
 struct RowPlace {
-  static constexpr bool kPadded = kRowBytes % 128 == 64 && kRowBytes > 64;
-  static constexpr uint32_t kStride = kRowBytes + (kPadded ? 32 : 0);
-
+  static_assert(kRowBytes % 64 == 0);
   static __device__ __forceinline__ uint32_t Of(uint32_t row, uint32_t byte) {
-    const uint32_t other = kPadded ? 0 : kRowBytes == 64 ? row % 4 / 2 : row % 4;
-    return row * kStride + (byte / 32 ^ other) * 32 + byte % 32;
+    const uint32_t other = kRowBytes % 128 == 0 ? row % 4 : row % 4 / 2;
+    return row * kRowBytes + (byte / 32 ^ other) * 32 + byte % 32;
   }
 };
 
@@ -229,7 +227,7 @@ struct ChannelSums {
       uint32_t words[8], bytes[2][4];
 #pragma unroll
       for (uint32_t j = 0; j < 8; ++j) {
-        words[j] = *reinterpret_cast<const uint32_t*>(own + (step * 32 + 4 * j) * Place::kStride);
+        words[j] = *reinterpret_cast<const uint32_t*>(own + (step * 32 + 4 * j) * kRowBytes);
       }
       TransposeBytes(words, bytes[0]);
       TransposeBytes(words + 4, bytes[1]);

@@ -104,17 +104,15 @@ struct TileWeights {
 // What is summed up: a tile's mean values, and its squared deviations in the order of products.
 template <int kDim, int kValueDim>
 struct SummedRows {
-  using ValuePlace = RowPlace<kValueDim>;
-  using SquarePlace = RowPlace<kDim>;
-  __align__(16) std::byte values[kTileRows * ValuePlace::kStride];
-  __align__(16) std::byte squares[kTileRows * SquarePlace::kStride];
+  __align__(16) std::byte values[kTileRows * kValueDim];
+  __align__(16) std::byte squares[kTileRows * kDim];
 
   __device__ __forceinline__ uint4* Squares(uint32_t row, uint32_t channel) {
-    return reinterpret_cast<uint4*>(squares + SquarePlace::Of(row, channel));
+    return reinterpret_cast<uint4*>(squares + RowPlace<kDim>::Of(row, channel));
   }
   __device__ __forceinline__ void AskForValues(uint32_t row, uint32_t channel,
                                                const std::byte* from) {
-    std::byte* to = values + ValuePlace::Of(row, channel);
+    std::byte* to = values + RowPlace<kValueDim>::Of(row, channel);
     CopyAsync16(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from);
   }
 };
