@@ -9,10 +9,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <optional>
 
 #include "attention/index/segment_builder.h"
 #include "common/dtype.h"
 #include "tests/attention/client_memory.h"
+#include "tests/attention/made_before.h"
 
 namespace attnd::attention::test {
 namespace {
@@ -217,6 +219,9 @@ TestSequence MakeSequence(const SequenceSpec& spec) {
 }
 
 std::vector<HeadData> MakeHeads(const SequenceSpec& spec) {
+  if (std::optional<std::vector<HeadData>> made = MadeBefore::Get().Heads(spec)) {
+    return *std::move(made);
+  }
   std::vector<HeadData> heads;
   Random random(spec.seed);
   for (uint32_t h = 0; h < spec.shape.layers * spec.shape.kv_heads; ++h) {
@@ -225,6 +230,7 @@ std::vector<HeadData> MakeHeads(const SequenceSpec& spec) {
     Scale(spec.shape.dtype, spec.value_scale, &data.values);
     if (spec.shape.latent) data.values = FrontsOf(spec.shape, data.keys);
   }
+  MadeBefore::Get().KeepHeads(spec, heads);
   return heads;
 }
 
@@ -240,13 +246,17 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
     view = std::move(with_maps);
   }
   const std::vector<std::shared_ptr<const TailBlock>> blocks = view->tail;
+  const std::optional<MadeBefore::Segments> made =
+      MadeBefore::Get().SegmentsOf(spec, sequence.heads);
   for (size_t s = 0; s < spec.segment_tokens.size(); ++s) {
     auto next = std::make_shared<SequenceView>(*view);
     const uint32_t unclustered = s == 0 ? spec.sink : 0;
     const bool sections =
         spec.indexes.has_sections() && spec.segment_tokens[s] > spec.sections_above;
-    next->segments.push_back(
-        BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1, kBuildQuantumUs, sections));
+    next->segments.push_back(made.has_value()
+                                 ? (*made)[s]
+                                 : BuildSegment(view, spec.segment_tokens[s], unclustered, s + 1,
+                                                kBuildQuantumUs, sections));
     next->tail_begin = view->tail_begin + spec.segment_tokens[s];
     if (s == 0 && spec.indexes.Has(IndexKind::kLabels)) {
       next->state.label_choice = LabelChoiceOf(*next->segments[0]);
@@ -257,6 +267,9 @@ TestSequence MakeSequenceOf(const SequenceSpec& spec, std::vector<HeadData> head
       next->tail.assign(blocks.begin() + first, blocks.end());
     }
     view = std::move(next);
+  }
+  if (!made.has_value()) {
+    MadeBefore::Get().KeepSegments(spec, sequence.heads, view->segments);
   }
   sequence.view = std::move(view);
   return sequence;

@@ -19,6 +19,7 @@
 #include "attention/policy/policy.h"
 #include "attention/segment/segment.h"
 #include "common/model_shape.h"
+#include "tests/normal_numbers.h"
 #include "tests/oracle/policies.h"
 #include "tests/oracle/ranking.h"
 #include "tests/oracle/regression.h"
@@ -43,7 +44,7 @@ class Random {
 
  private:
   std::mt19937_64 generator_;
-  std::normal_distribution<double> normal_;
+  attnd::test::NormalNumbers normal_;
 };
 
 // Stored form of floats, and what is left of them after storing.
