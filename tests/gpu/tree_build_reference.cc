@@ -9,6 +9,7 @@
 
 #include "glog/logging.h"
 #include "tests/gpu/job_reference.h"
+#include "tests/gpu/row_sums.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -25,47 +26,23 @@ void WriteFloat(std::byte* base, uint64_t index, double value) {
 }
 
 // ---- sums over rows ----
-//
-// Nearly all of the time to build a tree. Their rows are the head's own, which no other thread has;
-// sizes are compared once. Sanitizers that look at each access take most of their time here.
-#define ATTND_UNWATCHED __attribute__((no_sanitize("thread", "address")))
-
-ATTND_UNWATCHED double SumOfSquares(const double* a, const double* b, size_t n, double enough) {
-  constexpr size_t kAtOnce = 16;  // between two looks at `enough`
-  double sum = 0;
-  for (size_t first = 0; first < n && sum < enough; first += kAtOnce) {
-    const size_t end = std::min(n, first + kAtOnce);
-    for (size_t i = first; i < end; ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
-  }
-  return sum;
-}
-
-ATTND_UNWATCHED double SumOfProducts(const double* a, const double* b, size_t n) {
-  double sum = 0;
-  for (size_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
-
-ATTND_UNWATCHED void AddProducts(double factor, const double* row, size_t n, double* to) {
-  for (size_t i = 0; i < n; ++i) to[i] += factor * row[i];
-}
 
 // The square of the distance, or a part of it that is `enough`.
 double Distance2(const Vector& a, const Vector& b,
                  double enough = std::numeric_limits<double>::infinity()) {
   CHECK_EQ(a.size(), b.size());
-  return SumOfSquares(a.data(), b.data(), a.size(), enough);
+  return reference::SumOfSquares(a.data(), b.data(), a.size(), enough);
 }
 
 double Product(const Vector& a, const Vector& b) {
   CHECK_EQ(a.size(), b.size());
-  return SumOfProducts(a.data(), b.data(), a.size());
+  return reference::SumOfProducts(a.data(), b.data(), a.size());
 }
 
 // Adds `factor` times `row` to `to`.
 void Add(double factor, const Vector& row, Vector* to) {
   CHECK_EQ(row.size(), to->size());
-  AddProducts(factor, row.data(), row.size(), to->data());
+  reference::AddProducts(factor, row.data(), row.size(), to->data());
 }
 
 // The mean of those of `rows` that `members` names.

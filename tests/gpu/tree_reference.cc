@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/gpu/tree_reference.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 #include <utility>
 #include <vector>
+
+#include "tests/gpu/row_sums.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -370,13 +374,14 @@ class TreeLanes {
         if (!marks[i] || items_[i]->segment != s) continue;
         const double damped = std::min(1.0, kVarianceMax / scores.d2[i]);
         const double weight = std::exp(scores.log_mass[i] - state.max) * damped;
-        for (size_t a = 0; a < moved.size(); ++a) moved[a] += weight * items_[i]->variance[a];
+        CHECK_EQ(items_[i]->variance.size(), moved.size());
+        reference::AddProducts(weight, items_[i]->variance.data(), moved.size(), moved.data());
       }
       const Vector rotated = Rotated(head, s);
       for (size_t a = 0; a < moved.size(); ++a) {
-        for (size_t c = 0; c < shift.size(); ++c) {
-          shift[c] += rotated[a] * moved[a] * trees_[s]->slopes[a][c];
-        }
+        const Vector& slope = trees_[s]->slopes[a];
+        CHECK_EQ(slope.size(), shift.size());
+        reference::AddProducts(rotated[a] * moved[a], slope.data(), slope.size(), shift.data());
       }
     }
     for (size_t c = 0; c < shift.size(); ++c) state.values[c] += shift[c];

@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/gpu/unit_reference.h"
 
+#include <glog/logging.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
+
+#include "tests/gpu/row_sums.h"
 
 namespace attnd::gpu::test::reference {
 namespace {
@@ -14,7 +19,8 @@ constexpr uint32_t kTailBlock = 64;  // tokens
 }  // namespace
 
 double Dot(const Vector& a, const Vector& b) {
-  return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
+  CHECK_EQ(a.size(), b.size());
+  return SumOfProducts(a.data(), b.data(), a.size());
 }
 
 double Norm(const Vector& v) { return std::sqrt(Dot(v, v)); }
@@ -27,11 +33,25 @@ Vector Load(DType dtype, const std::byte* row, size_t dim) {
 
 void LoadTo(DType dtype, const std::byte* row, Vector* values) {
   constexpr size_t kPart = 64;
-  float part[kPart];
+  union {
+    uint16_t halves[kPart];
+    float floats[kPart];
+  } part;
   for (size_t first = 0; first < values->size(); first += kPart) {
     const size_t count = std::min(kPart, values->size() - first);
-    ToFloat(dtype, row + first * DTypeBytes(dtype), count, part);
-    std::copy(part, part + count, values->begin() + static_cast<ptrdiff_t>(first));
+    double* const to = values->data() + first;
+    std::memcpy(&part, row + first * DTypeBytes(dtype), count * DTypeBytes(dtype));
+    switch (dtype) {
+      case DType::kBf16:
+        WidenBf16(part.halves, count, to);
+        break;
+      case DType::kFp16:
+        WidenFp16(part.halves, count, to);
+        break;
+      case DType::kFp32:
+        WidenFp32(part.floats, count, to);
+        break;
+    }
   }
 }
 
@@ -66,12 +86,13 @@ void Softmax::Add(double log_weight, const Vector& value) {
   if (log_weight > max) {
     const double factor = std::exp(max - log_weight);
     sum *= factor;
-    for (double& v : values) v *= factor;
+    Scale(factor, values.data(), values.size());
     max = log_weight;
   }
   const double weight = std::exp(log_weight - max);
   sum += weight;
-  for (size_t c = 0; c < values.size(); ++c) values[c] += weight * value[c];
+  CHECK_EQ(values.size(), value.size());
+  AddProducts(weight, value.data(), value.size(), values.data());
 }
 
 double Softmax::lse() const { return sum > 0 ? max + std::log(sum) : max; }
