@@ -9,12 +9,9 @@
 #include <cstdint>
 
 #include "absl/strings/string_view.h"
+#include "common/dtype_bytes.h"
 
 namespace attnd {
-
-enum class DType : uint8_t { kBf16 = 1, kFp16 = 2, kFp32 = 3 };
-
-constexpr size_t DTypeBytes(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
 
 absl::string_view DTypeName(DType dtype);  // "bf16", "fp16", "fp32"
 

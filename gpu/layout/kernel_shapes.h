@@ -15,10 +15,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <utility>
 
-#include "common/dtype.h"
+#include "common/dtype_bytes.h"
 
 namespace attnd::gpu {
 
@@ -47,7 +46,7 @@ inline constexpr KernelShape kKernelShapes[] = {
     {DType::kFp16, 192, 128},  //
     {DType::kFp16, 256, 256},
 };
-inline constexpr size_t kKernelShapeCount = std::size(kKernelShapes);
+inline constexpr size_t kKernelShapeCount = sizeof(kKernelShapes) / sizeof(kKernelShapes[0]);
 // The most query heads of a KV head; the kernels take any number up to it.
 inline constexpr uint32_t kKernelGroupMax = 32;
 
