@@ -4,13 +4,10 @@
 #ifndef ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_BLOCK_CUH_
 
-#include <algorithm>
 #include <cstdint>
 
-#include "attention/policy/estimate_limits.h"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/prepare.cuh"
-#include "gpu/cuda/step/score.cuh"
 #include "gpu/cuda/step/tree_rows.cuh"
 
 namespace attnd::gpu {

@@ -151,10 +151,9 @@ class EstimateWorker {
     float scale[TilePairs::kPairs], unit[TilePairs::kPairs];
     uint8_t fate[TilePairs::kPairs];
   };
-  // A thread's pairs of a tile. A row that is not estimated has no weight.
-  struct Pairs {
-    float weight[TilePairs::kPairs] = {}, d2[TilePairs::kPairs] = {};
-    float scale[TilePairs::kPairs] = {}, unit[TilePairs::kPairs] = {};
+  // Of a thread's pairs. A row that is not estimated has no weight.
+  struct PairWeights {
+    LaneWeights of[TilePairs::kPairs];
   };
 
   // Asks for tile i, so that it is on its way while the one before is worked on. Loads are ordered
@@ -208,32 +207,34 @@ class EstimateWorker {
   __device__ __forceinline__ void AddTile(uint32_t i, Loads* loads) {
     SummedRows<kDim, kValueDim>* rows = &memory_->rows[i % 2];
     const uint32_t steps = (loads->tile.count + 31) / 32;
-    Pairs pairs;
-    Weigh(*loads, &pairs);
+    PairWeights weights;
+    Weigh(*loads, &weights);
 #pragma unroll
     for (uint32_t k = 0; k < Codes::kParts; ++k) {
       *rows->Squares(Codes::Row(k), Codes::Byte(k) * 2) = SixteenSquares(loads->codes[k]);
     }
     __syncthreads();  // the tile before has been read, too
-    const TileWeights::Limits limits(memory_->tops);
     if (pairs_.used()) {
+      const LaneWeights greatest = memory_->tops.WeightsOf(pairs_, pairs_.lane());
 #pragma unroll
       for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
         const uint32_t row = pairs_.Row(k);
         if (row >= steps * 32) continue;
-        memory_->weights.Store(row, pairs_.lane(), pairs.weight[k], pairs.scale[k], pairs.unit[k],
-                               pairs.d2[k], limits);
+        memory_->weights.Store(row, pairs_.lane(), weights.of[k], greatest);
       }
     }
+    const uint32_t lane = 2 * (threadIdx.x % 4);
+    const LaneWeights greatest[2] = {memory_->tops.WeightsOf(pairs_, lane),
+                                     memory_->tops.WeightsOf(pairs_, lane + 1)};
     if (i + 1 < tiles_.count()) Ask(i + 1, loads);
     CommitCopies();
     WaitCopies<1>();
     __syncthreads();
-    sums_.Add(*rows, memory_->weights, steps, lanes_, limits);
+    sums_.Add(*rows, memory_->weights, steps, lanes_, greatest);
   }
   // What the thread's pairs add to the totals, and what their weights are made of.
-  __device__ __forceinline__ void Weigh(const Loads& loads, Pairs* pairs) {
-    float scale = 0, unit = 0;
+  __device__ __forceinline__ void Weigh(const Loads& loads, PairWeights* weights) {
+    LaneWeights most;
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       if (pairs_.Row(k) >= loads.tile.count || !pairs_.used()) continue;
@@ -247,16 +248,14 @@ class EstimateWorker {
         totals_.moments += weight * info.value_norm * info.value_norm;
       }
       if (fate != kFateEstimated) continue;
-      pairs->weight[k] = weight;
-      pairs->d2[k] = loads.d2[k];
-      pairs->scale[k] = loads.scale[k];
-      pairs->unit[k] = loads.unit[k];
+      LaneWeights& of = weights->of[k];
+      of = {weight * loads.scale[k], weight * (loads.unit[k] * CappedShare(loads.d2[k]))};
+      most.values = fmaxf(most.values, of.values);
+      most.variances = fmaxf(most.variances, of.variances);
       totals_.sum += weight;
       AddErrors(weight, loads.d2[k], info, &totals_);
-      scale = fmaxf(scale, loads.scale[k]);
-      unit = fmaxf(unit, loads.unit[k]);
     }
-    memory_->tops.Store(totals_.max, scale, unit);
+    memory_->tops.StoreWeights(most);
   }
 
   // The item's sums, for judging them, and their sum as a state of the tile.

@@ -175,16 +175,18 @@ class GroupsWorker {
     float x[TilePairs::kPairs], d2[TilePairs::kPairs];
     Score(FirstOf(i), count, of->numbers, x, d2);
     __syncthreads();  // products have been read
-    const TileWeights::Limits limits(memory_->tops);
     ScaleSums(i);
-    Weigh(count, steps, limits, of->numbers, x, d2);
+    Weigh(count, steps, of->numbers, x, d2);
+    const uint32_t lane = 2 * (threadIdx.x % 4);
+    const LaneWeights greatest[2] = {memory_->tops.WeightsOf(pairs_, lane),
+                                     memory_->tops.WeightsOf(pairs_, lane + 1)};
     if (i + 1 < tiles) {
       AskForValues(i + 1);
       *rows = ScoredRows<kDim>(item_.head, part(), OwnRows(i + 1));
     }
     CommitCopies();
     __syncthreads();
-    sums_.Add(of->summed, memory_->weights, steps, lanes_, limits);
+    sums_.Add(of->summed, memory_->weights, steps, lanes_, greatest);
   }
   // The products of the warp's rows, and its rows' squared deviations.
   __device__ __forceinline__ void Multiply(const ScoredRows<kDim>& rows,
@@ -213,18 +215,19 @@ class GroupsWorker {
     float* log_mass = TreeScoresAt(step_, item_.unit, places.groups.log_mass) + at;
     float* variances = TreeScoresAt(step_, item_.unit, places.groups.d2) + at;
     const LaneFactors factors(memory_->q, pairs_.lane());
-    float best[TilePairs::kPairs], greatest = -INFINITY, scale = 0, unit = 0;
+    LaneWeights most;  // of weights, as masses are 1 at most
+    float best[TilePairs::kPairs], greatest = -INFINITY;
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       const uint32_t row = pairs_.Row(k);
       RowScore score;
       if (row < count) {
-        scale = fmaxf(scale, numbers.value_scales[row]);
-        unit = fmaxf(unit, numbers.units[row]);
         score = factors.ScoreOf(
             memory_->products, pairs_.lane(), row,
             {numbers.centroid_scales[row], numbers.log_sizes[row], numbers.units[row]},
             attention::kGroupOptimism);
+        most.values = fmaxf(most.values, numbers.value_scales[row]);
+        most.variances = fmaxf(most.variances, numbers.units[row] * CappedShare(score.d2));
         if (pairs_.used()) {
           log_mass[row] = score.log_mass;
           variances[row] = score.d2;
@@ -236,7 +239,8 @@ class GroupsWorker {
       greatest = fmaxf(greatest, x[k]);
     }
     totals_.best.Add(best);
-    memory_->tops.Store(greatest, scale, unit);
+    memory_->tops.StoreMax(greatest);
+    memory_->tops.StoreWeights(most);
   }
   __device__ __forceinline__ void ScaleSums(uint32_t i) {
     totals_.RaiseMax(fmaxf(totals_.max, memory_->tops.MaxOf(pairs_, pairs_.lane())));
@@ -253,25 +257,24 @@ class GroupsWorker {
     max_of_sums_[0] = greatest[0];
     max_of_sums_[1] = greatest[1];
   }
-  __device__ __forceinline__ void Weigh(uint32_t count, uint32_t steps,
-                                        const TileWeights::Limits& limits,
-                                        const GroupNumbers& numbers,
+  __device__ __forceinline__ void Weigh(uint32_t count, uint32_t steps, const GroupNumbers& numbers,
                                         const float (&x)[TilePairs::kPairs],
                                         const float (&d2)[TilePairs::kPairs]) {
     if (!pairs_.used()) return;
+    const LaneWeights greatest = memory_->tops.WeightsOf(pairs_, pairs_.lane());
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       const uint32_t row = pairs_.Row(k);
       if (row >= steps * 32) continue;
-      const float weight = Weight(x[k], totals_.max);
-      float scale = 0, unit = 0;
+      LaneWeights of;
       if (row < count) {
+        const float weight = Weight(x[k], totals_.max);
         totals_.sum += weight;
         totals_.moments += weight * numbers.value_norms2[row];
-        scale = numbers.value_scales[row];
-        unit = numbers.units[row];
+        of = {weight * numbers.value_scales[row],
+              weight * (numbers.units[row] * CappedShare(d2[k]))};
       }
-      memory_->weights.Store(row, pairs_.lane(), weight, scale, unit, d2[k], limits);
+      memory_->weights.Store(row, pairs_.lane(), of, greatest);
     }
   }
   __device__ __forceinline__ void StoreState() {

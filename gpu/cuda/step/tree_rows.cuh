@@ -13,7 +13,6 @@
 
 #include <cstdint>
 
-#include "gpu/cuda/step/attend.cuh"
 #include "gpu/cuda/step/matrix.cuh"
 #include "gpu/cuda/step/place.cuh"
 
@@ -175,7 +174,7 @@ struct RowPlace {
 // of each thread: they are neighbours here.
 struct TileDigits {
   static constexpr uint32_t kStride = kTileRows + 32;  // lanes lie in different banks
-  std::byte of[kDigits][kLanes][kStride];
+  __align__(16) std::byte of[kDigits][kLanes][kStride];
 
   __device__ __forceinline__ void Store(float x, uint32_t row, uint32_t lane) {
     const ByteDigits bytes(x);
@@ -211,11 +210,12 @@ inline constexpr uint32_t kSumChannels = 32;
 struct ChannelSums {
   float x[2][4] = {};  // [lane 2t + c][channel]
 
-  // Adds `unit` times the weights times bytes, of rows [0, 32 steps) and kSumChannels channels.
+  // Adds weights times bytes, of rows [0, 32 steps) and kSumChannels channels. units: of the
+  // weights of lanes 2t and 2t + 1.
   template <bool kSigned, int kRowBytes>
   __device__ __forceinline__ void Add(const std::byte* rows, uint32_t channel,
                                       const TileDigits& digits, uint32_t steps, uint32_t lanes,
-                                      float unit) {
+                                      const float (&units)[2]) {
     using Place = RowPlace<kRowBytes>;
     const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const std::byte* own = rows + Place::Of(t, channel + 4 * g);  // as of all rows 4j + t
@@ -245,7 +245,7 @@ struct ChannelSums {
     for (uint32_t c = 0; c < 2; ++c) {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) {
-        x[c][i] += unit * (1 / kDigitsOne) * SumOfDigits(sums[i / 2], c + i % 2 * 2);
+        x[c][i] += SumOfDigits(sums[i / 2], c + i % 2 * 2) * (1 / kDigitsOne) * units[c];
       }
     }
   }

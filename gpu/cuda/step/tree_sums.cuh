@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/step/attend.cuh"
 #include "gpu/cuda/step/tree_tile.cuh"
 
 namespace attnd::gpu {
@@ -49,53 +50,59 @@ struct SumsOfHeads {
 
 // ---- a tile's weights ----
 
-// The greatest of what a warp's pairs have.
-struct WarpTops {
-  float max[kTreeWarps];    // logarithm of mass, of the lane of its pairs
-  float scale[kTreeWarps];  // of mean values
-  float unit[kTreeWarps];   // of variances
+// How much of a row's squared deviations is weighed: variances of logits are capped.
+__device__ __forceinline__ float CappedShare(float d2) {
+  return __fdividef(kVarianceCap, fmaxf(d2, kVarianceCap));
+}
 
-  __device__ __forceinline__ void Store(float own_max, float own_scale, float own_unit) {
-    own_max = MaxOverWarp(own_max);
-    own_scale = MaxOverWarp(own_scale);
-    own_unit = MaxOverWarp(own_unit);
-    if (threadIdx.x % 32 != 0) return;
-    const uint32_t warp = threadIdx.x / 32;
-    max[warp] = own_max;
-    scale[warp] = own_scale;
-    unit[warp] = own_unit;
+// Numbers of a lane: of its rows' mean values, and of their squared deviations.
+struct LaneWeights {
+  float values = 0, variances = 0;
+};
+
+// The greatest of what a warp's pairs have, which are of one lane.
+struct WarpTops {
+  float max[kTreeWarps];  // logarithm of mass
+  LaneWeights weights[kTreeWarps];
+
+  __device__ __forceinline__ void StoreMax(float own) {
+    own = MaxOverWarp(own);
+    if (threadIdx.x % 32 == 0) max[threadIdx.x / 32] = own;
+  }
+  __device__ __forceinline__ void StoreWeights(LaneWeights own) {
+    own.values = MaxOverWarp(own.values);
+    own.variances = MaxOverWarp(own.variances);
+    if (threadIdx.x % 32 == 0) weights[threadIdx.x / 32] = own;
   }
   __device__ __forceinline__ float MaxOf(const TilePairs& pairs, uint32_t lane) const {
     float greatest = -INFINITY;
     pairs.ForWarpsOf(lane, [&](uint32_t w) { greatest = fmaxf(greatest, max[w]); });
     return greatest;
   }
-  static __device__ __forceinline__ float Greatest(const float (&of)[kTreeWarps]) {
-    float greatest = of[0];
-#pragma unroll
-    for (uint32_t w = 1; w < kTreeWarps; ++w) greatest = fmaxf(greatest, of[w]);
+  __device__ __forceinline__ LaneWeights WeightsOf(const TilePairs& pairs, uint32_t lane) const {
+    LaneWeights greatest;
+    pairs.ForWarpsOf(lane, [&](uint32_t w) {
+      greatest.values = fmaxf(greatest.values, weights[w].values);
+      greatest.variances = fmaxf(greatest.variances, weights[w].variances);
+    });
     return greatest;
   }
 };
 
-// A tile's weights: of its rows' mean values, and of their squared deviations.
+// A tile's weights as digits: parts of the greatest that their lane has in the tile. So small
+// weights beside those of other tiles and lanes lose nothing.
 struct TileWeights {
   TileDigits values, variances;
 
-  // The greatest that a weight may be: the tile's greatest scale and unit. Digits are parts of
-  // them.
-  struct Limits {
-    float scale, unit;
-    __device__ __forceinline__ explicit Limits(const WarpTops& tops)
-        : scale(WarpTops::Greatest(tops.scale)), unit(WarpTops::Greatest(tops.unit)) {}
-  };
-  // Of a row whose mass is `weight`, at most 1; d2: the variance of its logit.
-  __device__ __forceinline__ void Store(uint32_t row, uint32_t lane, float weight, float scale,
-                                        float unit, float d2, const Limits& limits) {
-    const auto part_of = [](float x, float limit) { return limit > 0 ? __fdividef(x, limit) : 0; };
-    const float share = __fdividef(kVarianceCap, fmaxf(d2, kVarianceCap));
-    values.Store(weight * part_of(scale, limits.scale), row, lane);
-    variances.Store(weight * share * part_of(unit, limits.unit), row, lane);
+  __device__ __forceinline__ void Store(uint32_t row, uint32_t lane, const LaneWeights& of,
+                                        const LaneWeights& greatest) {
+    values.Store(PartOf(of.values, greatest.values), row, lane);
+    variances.Store(PartOf(of.variances, greatest.variances), row, lane);
+  }
+
+ private:
+  static __device__ __forceinline__ float PartOf(float x, float greatest) {
+    return greatest > 0 ? fminf(__fdividef(x, greatest), 1.0f) : 0.0f;
   }
 };
 
@@ -181,17 +188,20 @@ class TreeSums {
       }
     }
   }
+  // greatest: of lanes 2t and 2t + 1 in the tile.
   __device__ __forceinline__ void Add(const SummedRows<kDim, kValueDim>& rows,
                                       const TileWeights& weights, uint32_t steps, uint32_t lanes,
-                                      const TileWeights::Limits& limits) {
+                                      const LaneWeights (&greatest)[2]) {
     ForRuns(
         [&](ChannelSums* sums, uint32_t channel) {
+          const float units[2] = {greatest[0].values, greatest[1].values};
           sums->template Add<true, kValueDim>(rows.values, channel, weights.values, steps, lanes,
-                                              limits.scale);
+                                              units);
         },
         [&](ChannelSums* sums, uint32_t channel) {
+          const float units[2] = {greatest[0].variances, greatest[1].variances};
           sums->template Add<false, kDim>(rows.squares, channel, weights.variances, steps, lanes,
-                                          limits.unit);
+                                          units);
         });
   }
 

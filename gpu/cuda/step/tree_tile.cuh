@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "gpu/cuda/step/score.cuh"
 #include "gpu/cuda/step/tree_block.cuh"
 
 namespace attnd::gpu {
@@ -183,10 +184,12 @@ struct PairTotals {
     RaiseMax(MaxOverWarp(max));
     const float best_max = MaxOverWarp(best.max);
     const float best_sum = SumOfWarp(best.sum * Weight(best.max, best_max));
+    static_assert(kTreeMax == 0 && kTreeSum == 1 && kTreeMoments == 2 && kTreeBestSum == 4);
     const float own[] = {max, SumOfWarp(sum), SumOfWarp(moments), best_max, best_sum};
     Store(own, 0, heads);
   }
   __device__ __forceinline__ void StoreErrors(WarpHeads* heads) {
+    static_assert(kTreeMassErrors == kTreeErrors + 1 && kTreeLogitVariances == kTreeErrors + 2);
     const float own[] = {SumOfWarp(errors), SumOfWarp(mass_errors), SumOfWarp(logit_variances)};
     Store(own, kTreeErrors, heads);
   }

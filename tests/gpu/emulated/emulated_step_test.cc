@@ -181,6 +181,49 @@ TEST(EmulatedTies, AreCutInOrder) {
   }
 }
 
+// Eight tokens without a value have nearly all mass, as an attention sink has that lies in a leaf.
+// The answer is what little mass the others have, whose values are their keys: no estimate may lose
+// it.
+TEST(EmulatedTrees, EstimatesBesideAHeavyLeafAreExact) {
+  const attention::test::SequenceSpec spec =
+      SpecOf({2, 1, 64, 64, {1500}, 20, kTreeIndexes}, DType::kBf16);
+  constexpr size_t kDim = 64, kFirst = 400;
+  constexpr float kKey = 16;
+  std::vector<attention::test::HeadData> heads = MakeSequence(spec).heads;
+  for (attention::test::HeadData& head : heads) {
+    for (size_t t = 0; t < spec.tokens(); ++t) {
+      const bool heavy = t >= kFirst && t < kFirst + 8;
+      head.keys[t * kDim] = heavy ? kKey : 0;
+      for (size_t i = t * kDim; i < (t + 1) * kDim; ++i) head.values[i] = heavy ? 0 : head.keys[i];
+    }
+  }
+  TestSequence sequence = MakeSequenceOf(spec, std::move(heads));
+  const std::vector<Policy> policies = {
+      Parse("error-target", {{"tolerance", "off"}, {"floor", "0.02"}}),
+      Parse("clusters-top-k", {{"exact", "0.02"}, {"estimator", "second-order"}}),
+  };
+  for (const float powers_of_2 : {8.0f, 16.0f, 22.0f}) {  // of the heavy tokens' mass
+    std::vector<TestRow> rows = RowsOf(&sequence, /*layer=*/0, policies, 1);
+    for (TestRow& row : rows) {
+      for (size_t i = 0; i < row.queries.size(); i += kDim) {
+        row.queries[i] = powers_of_2 * std::log(2.0f) / (kKey * spec.shape.softmax_scale);
+      }
+    }
+    const StepResult step = RunStep(MakeEmulatedBackend(SmallOptions()).get(), 0, rows);
+    const StepResult expected = RunStep(MakeCpu().get(), 0, rows);
+    EXPECT_TRUE(Agree(step, expected, rows));
+    for (size_t r = 0; r < rows.size(); ++r) {
+      double difference2 = 0, norm2 = 0;
+      for (size_t i = 0; i < expected.rows[r].out.size(); ++i) {
+        const double other = expected.rows[r].out[i];
+        difference2 += std::pow(step.rows[r].out[i] - other, 2);
+        norm2 += std::pow(other, 2);
+      }
+      EXPECT_LE(std::sqrt(difference2 / norm2), 1e-4) << "row " << r << ", 2^" << powers_of_2;
+    }
+  }
+}
+
 // A step may begin before anybody has looked at its numbers. Whatever they are, no thread of it
 // leaves its memory, and it ends. What it answers is nothing.
 TEST(EmulatedNumbers, AnyAreHarmless) {
