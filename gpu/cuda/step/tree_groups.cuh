@@ -45,9 +45,9 @@ __device__ __forceinline__ void StoreGroupInfos(const StepHeader& step, const Tr
   for (uint32_t i = item.first_group() + threadIdx.x; i < slots_end; i += kTreeThreads) {
     TreeRowInfo info = {};
     if (i < groups) {
-      const RawRowInfo raw(item, part, i);
+      info = InfoOf(item, part, i);
       const uint32_t first = __ldg(members + i), next = __ldg(members + i + 1);
-      info = raw.Info(first | (next - first) << 16);
+      info.place = first | (next - first) << 16;
     }
     to[i] = info;
   }

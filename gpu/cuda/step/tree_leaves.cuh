@@ -42,8 +42,7 @@ __device__ __forceinline__ void StoreLeafInfo(const StepHeader& step, const Tree
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.leaves.info));
   for (uint32_t i = leaves.begin + threadIdx.x; i < leaves.end; i += kTreeThreads) {
-    const RawRowInfo raw(item, item.tree->offsets.leaves, leaves.items[i] & 0xFFFF);
-    to[i] = raw.Info(raw.start);
+    to[i] = InfoOf(item, item.tree->offsets.leaves, leaves.items[i] & 0xFFFF);
   }
 }
 

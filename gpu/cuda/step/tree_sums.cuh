@@ -14,40 +14,6 @@
 
 namespace attnd::gpu {
 
-// Adds a state's maximum and sum to others.
-__device__ __forceinline__ void AddState(float max, float sum, float* max_of_all,
-                                         float* sum_of_all) {
-  if (!(sum > 0)) return;
-  const float greater = fmaxf(*max_of_all, max);
-  *sum_of_all = *sum_of_all * Weight(*max_of_all, greater) + sum * Weight(max, greater);
-  *max_of_all = greater;
-}
-
-// The same over a warp's threads.
-__device__ __forceinline__ void JoinStates(float* max, float* sum) {
-  const float greatest = MaxOverWarp(*max);
-  *sum = SumOfWarp(*sum * Weight(*max, greatest));
-  *max = greatest;
-}
-
-// What some heads (TreeHead) come to, over a warp.
-struct SumsOfHeads {
-  float max = -INFINITY, sum = 0, moments = 0, best_max = -INFINITY, best_sum = 0;
-
-  __device__ __forceinline__ void Add(const float* head) {
-    const float before = max;
-    AddState(head[kTreeMax], head[kTreeSum], &max, &sum);
-    moments = moments * Weight(before, max) + head[kTreeMoments] * Weight(head[kTreeMax], max);
-    AddState(head[kTreeBestMax], head[kTreeBestSum], &best_max, &best_sum);
-  }
-  __device__ __forceinline__ void Join() {
-    const float before = max;
-    JoinStates(&max, &sum);
-    moments = SumOfWarp(moments * Weight(before, max));
-    JoinStates(&best_max, &best_sum);
-  }
-};
-
 // ---- a tile's weights ----
 
 // How much of a row's squared deviations is weighed: variances of logits are capped.

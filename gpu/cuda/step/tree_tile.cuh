@@ -115,25 +115,32 @@ struct LaneFactors {
   }
 };
 
-// What the index has of a row for choosing, beside its score. Nothing is done with it before Info,
-// so that its loads may be on their way meanwhile.
-struct RawRowInfo {
-  uint32_t start, next_start;
-  float spread, value_norm2;
-
-  __device__ __forceinline__ RawRowInfo(const TreeItem& item, const TreePart& part, uint32_t row) {
-    const auto* starts = reinterpret_cast<const uint32_t*>(item.head + part.starts) + row;
-    start = __ldg(starts);
-    next_start = __ldg(starts + 1);
-    spread = __ldg(item.Floats(part.spread) + row);
-    value_norm2 = __ldg(item.Floats(part.value_norm2) + row);
-  }
-  __device__ __forceinline__ TreeRowInfo Info(uint32_t place) const {
-    return {static_cast<float>(next_start - start), spread, Sqrt(value_norm2), place};
-  }
-};
+// What choosing needs of a row beside its score; place: of its first token.
+__device__ __forceinline__ TreeRowInfo InfoOf(const TreeItem& item, const TreePart& part,
+                                              uint32_t row) {
+  const auto* starts = reinterpret_cast<const uint32_t*>(item.head + part.starts) + row;
+  const uint32_t start = __ldg(starts), next = __ldg(starts + 1);
+  return {static_cast<float>(next - start), __ldg(item.Floats(part.spread) + row),
+          Sqrt(__ldg(item.Floats(part.value_norm2) + row)), start};
+}
 
 // ---- sums over a lane ----
+
+// Adds a state's maximum and sum to others.
+__device__ __forceinline__ void AddState(float max, float sum, float* max_of_all,
+                                         float* sum_of_all) {
+  if (!(sum > 0)) return;
+  const float greater = fmaxf(*max_of_all, max);
+  *sum_of_all = *sum_of_all * Weight(*max_of_all, greater) + sum * Weight(max, greater);
+  *max_of_all = greater;
+}
+
+// The same over a warp's threads.
+__device__ __forceinline__ void JoinStates(float* max, float* sum) {
+  const float greatest = MaxOverWarp(*max);
+  *sum = SumOfWarp(*sum * Weight(*max, greatest));
+  *max = greatest;
+}
 
 // Heads of a tree item's state and of its leaves' partial sums.
 enum TreeHead {
@@ -146,6 +153,24 @@ enum TreeHead {
   kTreeMassErrors,
   kTreeLogitVariances
 };
+// What some heads (TreeHead) come to, over a warp.
+struct SumsOfHeads {
+  float max = -INFINITY, sum = 0, moments = 0, best_max = -INFINITY, best_sum = 0;
+
+  __device__ __forceinline__ void Add(const float* head) {
+    const float before = max;
+    AddState(head[kTreeMax], head[kTreeSum], &max, &sum);
+    moments = moments * Weight(before, max) + head[kTreeMoments] * Weight(head[kTreeMax], max);
+    AddState(head[kTreeBestMax], head[kTreeBestSum], &best_max, &best_sum);
+  }
+  __device__ __forceinline__ void Join() {
+    const float before = max;
+    JoinStates(&max, &sum);
+    moments = SumOfWarp(moments * Weight(before, max));
+    JoinStates(&best_max, &best_sum);
+  }
+};
+
 // Of each warp, of the lane of its pairs.
 using WarpHeads = float[kTreeWarps][kStateHead];
 
@@ -182,10 +207,9 @@ struct PairTotals {
   // Over the warp, into its place.
   __device__ __forceinline__ void StoreMasses(WarpHeads* heads) {
     RaiseMax(MaxOverWarp(max));
-    const float best_max = MaxOverWarp(best.max);
-    const float best_sum = SumOfWarp(best.sum * Weight(best.max, best_max));
+    JoinStates(&best.max, &best.sum);
     static_assert(kTreeMax == 0 && kTreeSum == 1 && kTreeMoments == 2 && kTreeBestSum == 4);
-    const float own[] = {max, SumOfWarp(sum), SumOfWarp(moments), best_max, best_sum};
+    const float own[] = {max, SumOfWarp(sum), SumOfWarp(moments), best.max, best.sum};
     Store(own, 0, heads);
   }
   __device__ __forceinline__ void StoreErrors(WarpHeads* heads) {

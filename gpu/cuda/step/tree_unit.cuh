@@ -13,7 +13,7 @@
 #include "gpu/cuda/step/merge.cuh"
 #include "gpu/cuda/step/tree_block.cuh"
 #include "gpu/cuda/step/tree_cut.cuh"
-#include "gpu/cuda/step/tree_sums.cuh"
+#include "gpu/cuda/step/tree_tile.cuh"
 
 namespace attnd::gpu {
 
