@@ -8,6 +8,7 @@
 #define ATTND_GPU_CUDA_STEP_TREE_CUT_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "gpu/cuda/step/cooperative_group.cuh"
 #include "gpu/layout/step_layout.h"
@@ -100,48 +101,48 @@ struct CutMemory {
   } found[2];  // of two cuts
 };
 
-// Of each of some numbers: puts the sum over the threads before this one in its place, and into
-// totals that over all. The whole thread block.
-template <uint32_t kCount>
-__device__ __forceinline__ void ScanBlock(CutWeight (&x)[kCount], CutMemory* memory,
-                                          CutWeight (&totals)[kCount]) {
+// A thread's number; what those of the threads before come to, and all.
+template <typename Number>
+struct Scanned {
+  Number own, before = 0, total = 0;
+};
+
+// Finds the sums of up to two kinds of numbers at once, those of the first kWarps warps: others
+// have zeros. The whole thread block, whose threads have met since the scan before.
+template <uint32_t kWarps, typename... Numbers>
+__device__ __forceinline__ void ScanBlock(CutMemory* memory, Scanned<Numbers>&... numbers) {
   const uint32_t thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-  CutWeight sums[kCount];
-#pragma unroll
-  for (uint32_t k = 0; k < kCount; ++k) sums[k] = x[k];
+  ((numbers.before = numbers.own), ...);  // and of the warp's threads before
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-#pragma unroll
-    for (uint32_t k = 0; k < kCount; ++k) {
-      const CutWeight other = __shfl_up_sync(~0u, sums[k], offset);
-      if (thread >= offset) sums[k] += other;
-    }
+    const auto add = [&](auto& number) {
+      const auto other = __shfl_up_sync(~0u, number.before, offset);
+      if (thread >= offset) number.before += other;
+    };
+    (add(numbers), ...);
   }
-  __syncthreads();  // the parts of the scan before have been read
-#pragma unroll
-  for (uint32_t k = 0; k < kCount; ++k) {
-    if (thread == 31) memory->parts[k][warp] = sums[k];
-  }
+  uint32_t kind = 0;
+  if (thread == 31) ((memory->parts[kind++][warp] = numbers.before), ...);
   __syncthreads();
+  kind = 0;
+  const auto join = [&]<typename Number>(Scanned<Number>& number) {
+    Number before = 0;
 #pragma unroll
-  for (uint32_t k = 0; k < kCount; ++k) {
-    CutWeight before = 0, all = 0;
-#pragma unroll
-    for (uint32_t w = 0; w < kCutWarps; ++w) {
-      if (w == warp) before = all;
-      all += memory->parts[k][w];
+    for (uint32_t w = 0; w < kWarps; ++w) {
+      if (w == warp) before = number.total;
+      number.total += static_cast<Number>(memory->parts[kind][w]);
     }
-    totals[k] = all;
-    x[k] = before + sums[k] - x[k];
-  }
+    number.before += before - number.own;
+    ++kind;
+  };
+  (join(numbers), ...);
 }
-
-// Of one: returns the sum over the threads before.
-__device__ __forceinline__ CutWeight ScanBlock(CutWeight x, CutMemory* memory, CutWeight* total) {
-  CutWeight before[1] = {x}, all[1];
-  ScanBlock(before, memory, all);
-  *total = all[0];
-  return before[0];
+template <typename Number>
+__device__ __forceinline__ Number SumOfBlock(Number own, CutMemory* memory) {
+  Scanned<Number> sum{own};
+  __syncthreads();
+  ScanBlock<kCutWarps>(memory, sum);
+  return sum.total;
 }
 
 // A thread block's rows; keys are 0 of rows that are not there.
@@ -229,10 +230,6 @@ class CutExchange {
   uint32_t uses_ = 0;
 };
 
-struct DigitWeight {
-  CutWeight own = 0, before = 0;
-};
-
 // Where the digit of a round begins, as a bit of the key.
 __device__ __forceinline__ uint32_t CutShift(uint32_t round) {
   return round + 1 < kCutRounds ? 23 - 8 * round : 0;
@@ -243,6 +240,12 @@ __device__ __forceinline__ uint32_t CutShift(uint32_t round) {
 template <typename WeightOf>
 class CutFinder {
  public:
+  // Of weights of rows.
+  using Sum = std::conditional_t<WeightOf::kOne, uint32_t, CutWeight>;
+  struct DigitWeight {
+    Sum own = 0, before = 0;
+  };
+
   __device__ __forceinline__ CutFinder(const RankedRows& rows, CutLimit kind, CutWeight weight,
                                        const WeightOf& weight_of, CutMemory* memory)
       : rows_(rows), kind_(kind), weight_(weight), weight_of_(weight_of), memory_(memory) {}
@@ -272,9 +275,9 @@ class CutFinder {
   // half: of the exchange that was awaited.
   __device__ __forceinline__ void Narrow(uint32_t round, uint32_t half) {
     const DigitWeight digit = Gather(half);
-    CutWeight total;
-    const CutWeight above = ScanBlock(digit.own, memory_, &total);
-    const bool goes_on = Note(round, digit, above, total, &memory_->found[0]);
+    Scanned<Sum> sum{digit.own};
+    ScanBlock<kDigitWarps>(memory_, sum);
+    const bool goes_on = Note(round, digit, sum, &memory_->found[0]);
     __syncthreads();
     if (goes_on) Take(round, memory_->found[0]);
   }
@@ -282,12 +285,13 @@ class CutFinder {
   template <typename OtherWeight>
   __device__ __forceinline__ void NarrowWith(CutFinder<OtherWeight>* other, uint32_t round,
                                              uint32_t half) {
-    const DigitWeight digit = Gather(half), of_other = other->Gather(half);
-    CutWeight above[2] = {digit.own, of_other.own}, totals[2];
-    ScanBlock(above, memory_, totals);
-    const bool goes_on = Note(round, digit, above[0], totals[0], &memory_->found[0]);
-    const bool other_goes_on =
-        other->Note(round, of_other, above[1], totals[1], &memory_->found[1]);
+    const DigitWeight digit = Gather(half);
+    const auto of_other = other->Gather(half);
+    Scanned<Sum> sum{digit.own};
+    Scanned<typename CutFinder<OtherWeight>::Sum> other_sum{of_other.own};
+    ScanBlock<kDigitWarps>(memory_, sum, other_sum);
+    const bool goes_on = Note(round, digit, sum, &memory_->found[0]);
+    const bool other_goes_on = other->Note(round, of_other, other_sum, &memory_->found[1]);
     __syncthreads();
     if (goes_on) Take(round, memory_->found[0]);
     if (other_goes_on) other->Take(round, memory_->found[1]);
@@ -302,19 +306,23 @@ class CutFinder {
 #pragma unroll
     for (uint32_t rank = 0; rank < kCutBlocksMax; ++rank) {
       if (rank >= CutBlocks::blocks()) continue;
-      const CutWeight part = WeightOf::kOne ? memory_->rows[half][rank][Digit()]
-                                            : memory_->weights[half][rank][Digit()];
+      Sum part;
+      if constexpr (WeightOf::kOne) {
+        part = memory_->rows[half][rank][Digit()];
+      } else {
+        part = memory_->weights[half][rank][Digit()];
+      }
       if (rank < CutBlocks::rank()) digit.before += part;
       digit.own += part;
     }
     return digit;
   }
-  // Notes the digit that the cut has, by the thread whose it is. above: what weigh the greater
-  // ones. Whether there is a cut to look for.
-  __device__ __forceinline__ bool Note(uint32_t round, const DigitWeight& digit, CutWeight above,
-                                       CutWeight total, CutMemory::Found* found) {
-    if (cut_.known || (round == 0 && !Begin(total))) return false;
-    above += cut_.above;
+  // Notes the digit that the cut has, by the thread whose it is. sum: its digits come before, and
+  // are greater. Whether there is a cut to look for.
+  __device__ __forceinline__ bool Note(uint32_t round, const DigitWeight& digit,
+                                       const Scanned<Sum>& sum, CutMemory::Found* found) {
+    if (cut_.known || (round == 0 && !Begin(sum.total))) return false;
+    const CutWeight above = cut_.above + sum.before;
     if (above < cut_.limit && cut_.limit <= above + digit.own) {
       *found = {Digit(), WeightOf::kOne && digit.own == 1, above, digit.before};
     }
@@ -347,14 +355,16 @@ class CutFinder {
     const uint32_t key = i < rows_.count ? rows_.keys[i] : 0;
     if (cut_.equals <= 1) return key != 0 && Takes(key);
     const bool equal = key == cut_.key;
-    CutWeight total;
-    const CutWeight before = ScanBlock(equal ? weight_of_(i) : 0, memory_, &total);
-    const bool takes = key > cut_.key || (equal && cut_.above + before < cut_.limit);
-    cut_.above += total;
+    Scanned<Sum> sum{equal ? static_cast<Sum>(weight_of_(i)) : 0};
+    __syncthreads();
+    ScanBlock<kCutWarps>(memory_, sum);
+    const bool takes = key > cut_.key || (equal && cut_.above + sum.before < cut_.limit);
+    cut_.above += sum.total;
     return takes;
   }
 
  private:
+  static constexpr uint32_t kDigitWarps = kCutDigits / 32;  // a digit a thread
   static __device__ __forceinline__ uint32_t Digit() { return kCutDigits - 1 - threadIdx.x; }
 
   static __device__ __forceinline__ uint32_t WordOf(CutWeight weight, uint32_t word) {
@@ -393,9 +403,7 @@ class CutFinder {
     for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
       equals += rows_.keys[i] == cut_.key && cut_.key != 0 ? 1 : 0;
     }
-    CutWeight total;
-    ScanBlock(equals, memory_, &total);
-    cut_.equals = static_cast<uint32_t>(total);
+    cut_.equals = SumOfBlock(equals, memory_);
   }
 
   // With the weight of all rows; whether there is a cut to look for.

@@ -51,6 +51,8 @@ class TreeErrors : public TreeUnit {
   __device__ __forceinline__ bool limited() const { return row_.tolerance < INFINITY; }
 
   __device__ void CombineStates();
+  __device__ void CombineZones(uint32_t lane);
+  __device__ void CombineGroups(uint32_t lane);
   template <typename SumsOf, typename NormsOf>
   __device__ uint32_t MeasureParts(SumsOf sums_of, NormsOf norms_of);
   __device__ void MeasureOutputs();
@@ -64,7 +66,8 @@ class TreeErrors : public TreeUnit {
   __device__ __forceinline__ void NoteSegments() const;
   __device__ uint32_t OwnCounts(bool groups) const;
   __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
-  __device__ void NumberItems(const TreeLevel& level, uint32_t leaves);
+  __device__ __forceinline__ ListedRow LeavesOf(uint32_t slot, const TreeRowInfo& info) const;
+  __device__ void NumberItems(const TreeLevel& level);
   __device__ __forceinline__ TreeLane* stored_lanes() const {
     return reinterpret_cast<TreeLane*>(words_);
   }
@@ -76,31 +79,41 @@ inline __device__ TreeLevel TreeErrors::Groups() const {
 
 // ---- what stands before the choice ----
 
-// A warp for each lane: maxima and sums of the zones and of all groups.
+// Maxima and sums of the zones and of all groups: a warp for a lane's zones, another one for its
+// groups.
 inline __device__ void TreeErrors::CombineStates() {
-  const uint32_t thread = threadIdx.x % 32;
-  const uint32_t zone_floats = StateFloats(step_.value_dim);
-  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
-    const uint32_t tile = lane / kLanes, in_tile = lane % kLanes;
-    const float* zones =
-        TileStates(step_, unit_, tile, zone_floats) + in_tile * (kStateHead + step_.value_dim);
-    float zone_max = -INFINITY, zone_sum = 0;
-    for (uint32_t i = thread; i < row_.read_pieces; i += 32) {
-      const float* head = zones + uint64_t{i} * zone_floats;
-      AddState(head[kHeadMax], head[kHeadSum], &zone_max, &zone_sum);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x / 32; i < 2 * step_.group; i += kCutWarps) {
+    if (i % 2 == 0) {
+      CombineZones(i / 2);
+    } else {
+      CombineGroups(i / 2);
     }
-    JoinStates(&zone_max, &zone_sum);
-    SumsOfHeads sums;
-    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
-      sums.Add(StateOfGroups(tile, s) + in_tile * (kStateHead + 2 * step_.value_dim));
-    }
-    sums.Join();
-    if (thread != 0) continue;
-    memory_->lanes[lane] = {1, zone_max, zone_sum, 0};
-    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
-    memory_->moments[lane] = sums.moments;
   }
   __syncthreads();
+}
+__device__ __forceinline__ void TreeErrors::CombineZones(uint32_t lane) {
+  const uint32_t floats = StateFloats(step_.value_dim), thread = threadIdx.x % 32;
+  const float* zones = TileStates(step_, unit_, lane / kLanes, floats) +
+                       lane % kLanes * (kStateHead + step_.value_dim);
+  float max = -INFINITY, sum = 0;
+  for (uint32_t i = thread; i < row_.read_pieces; i += 32) {
+    const float* head = zones + uint64_t{i} * floats;
+    AddState(head[kHeadMax], head[kHeadSum], &max, &sum);
+  }
+  JoinStates(&max, &sum);
+  if (thread == 0) memory_->lanes[lane] = {1, max, sum, 0};
+}
+__device__ __forceinline__ void TreeErrors::CombineGroups(uint32_t lane) {
+  const uint32_t thread = threadIdx.x % 32;
+  SumsOfHeads sums;
+  for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
+    sums.Add(StateOfGroups(lane / kLanes, s) + lane % kLanes * (kStateHead + 2 * step_.value_dim));
+  }
+  sums.Join();
+  if (thread != 0) return;
+  memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
+  memory_->moments[lane] = sums.moments;
 }
 
 // A share of a channel's sums: x over the zones' states, y over those of all groups. A thread has a
@@ -112,18 +125,35 @@ inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
   const float zone_max = memory_->lanes[lane].zone_max, max = memory_->sums[lane].x;
   const float* zones =
       TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
+  // Some at once, as each wait for memory is one for the whole unit.
+  constexpr uint32_t kZonesAtOnce = 4, kSlicesAtOnce = 6;
   float2 sums = {};
-#pragma unroll 2
-  for (uint32_t p = share; p < row_.read_pieces; p += kOutputShares) {
-    const float* state = zones + uint64_t{p} * zone_floats;
-    const float factor = state[kHeadSum] > 0 ? Weight(state[kHeadMax], zone_max) : 0.0f;
-    sums.x += factor * state[kStateHead + channel];
+#pragma unroll 1
+  for (uint32_t first = share; first < row_.read_pieces; first += kZonesAtOnce * kOutputShares) {
+    float x[kZonesAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kZonesAtOnce; ++k) {
+      const uint32_t p = first + k * kOutputShares;
+      const float* state = zones + uint64_t{min(p, row_.read_pieces - 1)} * zone_floats;
+      const bool counts = p < row_.read_pieces && state[kHeadSum] > 0;
+      x[k] = counts ? Weight(state[kHeadMax], zone_max) * state[kStateHead + channel] : 0.0f;
+    }
+#pragma unroll
+    for (const float of_state : x) sums.x += of_state;
   }
-#pragma unroll 4
-  for (uint32_t s = share; s < row_.tree_slices; s += kOutputShares) {
-    const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
-    const float factor = Weight(state[kTreeMax], max);
-    sums.y += factor * (state[kStateHead + channel] + state[kStateHead + dim + channel]);
+#pragma unroll 1
+  for (uint32_t first = share; first < row_.tree_slices; first += kSlicesAtOnce * kOutputShares) {
+    float x[kSlicesAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kSlicesAtOnce; ++k) {
+      const uint32_t s = first + k * kOutputShares;
+      const float* state = StateOfGroups(tile, min(s, row_.tree_slices - 1)) +
+                           lane % kLanes * (kStateHead + 2 * dim);
+      const float value = state[kStateHead + channel] + state[kStateHead + dim + channel];
+      x[k] = s < row_.tree_slices ? Weight(state[kTreeMax], max) * value : 0.0f;
+    }
+#pragma unroll
+    for (const float of_state : x) sums.y += of_state;
   }
   return sums;
 }
@@ -277,12 +307,15 @@ inline __device__ uint32_t TreeErrors::OpenedInAnyCase(uint32_t groups) const {
   return max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
 }
 
+// The leaves of an opened group; info: of the group.
+__device__ __forceinline__ ListedRow TreeErrors::LeavesOf(uint32_t slot,
+                                                          const TreeRowInfo& info) const {
+  return {info.place >> 16, (SegmentOfGroup(slot) << 16) + (info.place & 0xFFFF)};
+}
+
 // Numbers the leaves of opened groups, in the order of segments and groups.
-inline __device__ void TreeErrors::NumberItems(const TreeLevel& level, uint32_t leaves) {
-  const uint32_t all = List(level, leaves, [&](uint32_t slot, uint32_t count, uint32_t item) {
-    const uint32_t segment = SegmentOfGroup(slot), first = InfoAt(level, slot).place & 0xFFFF;
-    for (uint32_t i = 0; i < count; ++i) items()[item + i] = segment << 16 | (first + i);
-  });
+inline __device__ void TreeErrors::NumberItems(const TreeLevel& level) {
+  const uint32_t all = List(level, items());
   __syncthreads();
   for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
     const SegmentSlots tree = SlotsOf(s);

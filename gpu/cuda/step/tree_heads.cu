@@ -56,8 +56,8 @@ class HeadSelector : public TreeErrors {
   __device__ float HeadError(const TreeLevel& level, uint32_t row, uint32_t lane,
                              const TreeRowInfo& info) const;
   __device__ CutWeight ClosedErrors(uint32_t lane, float per_budget);
-  template <typename SizeOf>
-  __device__ uint32_t KeepSizes(const TreeLevel& level, SizeOf size_of);
+  template <typename FateOf, typename ListedOf>
+  __device__ void NoteMarked(const TreeLevel& level, FateOf fate_of, ListedOf listed_of);
   __device__ float CorrectionSum(uint32_t lane, uint32_t chunk, uint32_t share) const;
   __device__ float ExpectedError(uint32_t lane, uint32_t chunks) const;
   __device__ bool Judge();
@@ -152,7 +152,7 @@ __device__ void HeadSelector::MarkHead(const TreeLevel& level, uint32_t lane, do
 // The head's errors of groups that stay closed, as a share of the limit's square.
 __device__ CutWeight HeadSelector::ClosedErrors(uint32_t lane, float per_budget) {
   const TreeLevel level = Groups();
-  CutWeight own = 0, of_block, before;
+  CutWeight own = 0, before;
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const uint32_t slot = level.begin + i;
     const TreeRowInfo info = InfoAt(level, slot);
@@ -160,20 +160,18 @@ __device__ CutWeight HeadSelector::ClosedErrors(uint32_t lane, float per_budget)
       own += FixedShare(HeadError(level, slot, lane, info) * per_budget);
     }
   }
-  ScanBlock(own, &memory_->cut, &of_block);
-  return exchange_.Sum(of_block, &before);
+  return exchange_.Sum(SumOfBlock(own, &memory_->cut), &before);
 }
 
-// Puts marked rows' sizes, and 0 of others, in the place of their keys; returns the sum of the
-// thread block's own.
-template <typename SizeOf>
-__device__ uint32_t HeadSelector::KeepSizes(const TreeLevel& level, SizeOf size_of) {
-  uint32_t size = 0;
+// Notes listed_of(row, info) of marked rows.
+template <typename FateOf, typename ListedOf>
+__device__ void HeadSelector::NoteMarked(const TreeLevel& level, FateOf fate_of,
+                                         ListedOf listed_of) {
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
-    level.best_keys[i] = size_of(level.begin + i, InfoAt(level, level.begin + i));
-    size += level.best_keys[i];
+    const uint32_t row = level.begin + i;
+    const bool marked = fate_of(row) == kFateExact;
+    Note(level, i, marked ? listed_of(row, InfoAt(level, row)) : ListedRow());
   }
-  return SumOfBlock(size);
 }
 
 // ---- judgement ----
@@ -257,17 +255,16 @@ __device__ void HeadSelector::Open() {
   SetScales();
   const TreeLevel level = Groups();
   MarkAll(level, kFateEstimated, fate_of);
-  MarkFloor(level, OpenedInAnyCase(SumOfBlock(own_counts)), fate_of);
+  MarkFloor(level, OpenedInAnyCase(SumOfThreads(own_counts)), fate_of);
   const double limit =
       attention::kQuantileClosedShare * attention::kClosedErrorShare * row_.head_tolerance;
 #pragma unroll 1
   for (uint32_t lane = 0; lane < step_.group; ++lane) {
     MarkHead</*kBesideClosed=*/false>(level, lane, limit, fate_of);
   }
-  const uint32_t leaves = KeepSizes(level, [&](uint32_t slot, const TreeRowInfo& info) {
-    return GroupFate(slot) == kFateExact ? info.place >> 16 : 0;
-  });
-  NumberItems(level, leaves);
+  NoteMarked(level, fate_of,
+             [this](uint32_t slot, const TreeRowInfo& info) { return LeavesOf(slot, info); });
+  NumberItems(level);
   SetLimits();
   Store(TreePhase::kBesideClosed, 0);
 }
@@ -285,7 +282,7 @@ __device__ void HeadSelector::Try() {
     exchange_.Begin();
   }
   SetScales();
-  const uint32_t leaves = SumOfBlock(own_counts);
+  const uint32_t leaves = SumOfThreads(own_counts);
   const bool closed = level.count < leaves;
   if (tries == 0) {
     if (CutBlocks::rank() == 0) StoreLaneScales();
@@ -324,12 +321,12 @@ __device__ void HeadSelector::Prepare() {
 __device__ void HeadSelector::ListChosen() {
   exchange_.Begin();
   const TreeLevel level = Leaves();
-  const uint32_t tokens = KeepSizes(level, [&](uint32_t item, const TreeRowInfo& info) {
-    return LeafFate(item) == kFateExact ? static_cast<uint32_t>(info.tokens) : 0;
-  });
+  NoteMarked(
+      level, [this](uint32_t item) { return LeafFate(item); },
+      [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
   UnitResult result = {};
   result.clusters = level.count;
-  result.chosen_tokens = ListTokens(level, tokens);
+  result.chosen_tokens = List(level, UnitChosen(step_, unit_));
   result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
   if (CutBlocks::rank() != 0) return;
   ReportChoice(step_, unit_, result, &memory_->first_piece);

@@ -56,23 +56,23 @@ __device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact
   CutFinder kept(rows, CutLimit::kTaken, kept_limit, weight_of, &memory_->cut);
   Find(&exact);
   Find(&kept);
-  uint32_t exact_tokens = 0, estimated_tokens = 0;
+  uint32_t estimated_tokens = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < level.own; first += kCutThreads) {
     const uint32_t i = first + threadIdx.x;
     const bool is_exact = exact.TakesInOrder(i), is_kept = kept.TakesInOrder(i);
     if (i >= level.own) continue;
-    const auto tokens = static_cast<uint32_t>(InfoAt(level, level.begin + i).tokens);
-    LeafFate(level.begin + i) = is_exact ? kFateExact : is_kept ? kFateEstimated : kFateDropped;
-    level.best_keys[i] = is_exact ? tokens : 0;
-    exact_tokens += level.best_keys[i];
-    estimated_tokens += !is_exact && is_kept ? tokens : 0;
+    const uint32_t item = level.begin + i;
+    const TreeRowInfo info = InfoAt(level, item);
+    LeafFate(item) = is_exact ? kFateExact : is_kept ? kFateEstimated : kFateDropped;
+    Note(level, i, is_exact ? TokensOf(item, info) : ListedRow());
+    estimated_tokens += !is_exact && is_kept ? static_cast<uint32_t>(info.tokens) : 0;
   }
   UnitResult result = {};
   result.clusters = level.count;
   CutWeight before;
-  result.estimated_tokens = exchange_.Sum(SumOfBlock(estimated_tokens), &before);
-  result.chosen_tokens = ListTokens(level, SumOfBlock(exact_tokens));
+  result.estimated_tokens = exchange_.Sum(SumOfThreads(estimated_tokens), &before);
+  result.chosen_tokens = List(level, UnitChosen(step_, unit_));
   result.dropped_tokens = row_.clustered_tokens - result.chosen_tokens - result.estimated_tokens;
   return result;
 }

@@ -17,10 +17,11 @@ class TreeSelector : public TreeErrors {
 
  private:
   __device__ void Rank(const TreeLevel& level);
-  template <bool kBesideClosed, typename FateOf, typename SizeOf>
-  __device__ uint32_t Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
-                           FateOf fate_of, SizeOf size_of);
-  __device__ CutWeight ClosedErrors();
+  template <bool kBesideClosed, typename FateOf, typename ListedOf>
+  __device__ void Mark(const TreeLevel& level, uint32_t wanted, double tolerance, FateOf fate_of,
+                       ListedOf listed_of);
+  __device__ void NoteClosedErrors();
+  __device__ CutWeight ClosedErrors() const;
 };
 
 // ---- rankings ----
@@ -41,14 +42,13 @@ __device__ void TreeSelector::Rank(const TreeLevel& level) {
 
 // Marks the `wanted` rows that might hide the one token that a query looks for; and those that must
 // be read for the others' squared errors to stay within the tolerance's square, less what closed
-// groups have of it. The others are estimated. Puts marked rows' sizes, and 0 of others, in the
-// place of their keys; returns the sum of the thread block's own.
-template <bool kBesideClosed, typename FateOf, typename SizeOf>
-__device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
-                                       FateOf fate_of, SizeOf size_of) {
+// groups have of it. The others are estimated. Notes listed_of(row, info) of marked rows.
+template <bool kBesideClosed, typename FateOf, typename ListedOf>
+__device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
+                                   FateOf fate_of, ListedOf listed_of) {
   Rank(level);
   const bool spends = kBesideClosed && limited();
-  const CutWeight own_spent = spends ? ClosedErrors() : 0;
+  if (spends) NoteClosedErrors();
   const float per_budget = PerBudget(tolerance);
   const WeightBy error_of{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
   CutFinder best({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
@@ -62,7 +62,7 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
     const uint32_t half = exchange_.half();
     uint32_t bytes = best.Send(&exchange_);
     if (limited()) bytes += errors.Send(&exchange_);
-    if (spends && round == 0) bytes += exchange_.SendShare(own_spent);
+    if (spends && round == 0) bytes += exchange_.SendShare(ClosedErrors());
     exchange_.Await(bytes);
     if (spends && round == 0) {
       CutWeight before;
@@ -76,11 +76,10 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
     }
     if (best.cut().known && (!limited() || errors.cut().known)) break;
   }
-  uint32_t size = 0;
   const auto mark = [&](uint32_t i, bool takes) {
-    fate_of(level.begin + i) = takes ? kFateExact : kFateEstimated;
-    level.best_keys[i] = takes ? size_of(InfoAt(level, level.begin + i)) : 0;
-    size += level.best_keys[i];
+    const uint32_t row = level.begin + i;
+    fate_of(row) = takes ? kFateExact : kFateEstimated;
+    Note(level, i, takes ? listed_of(row, InfoAt(level, row)) : ListedRow());
   };
   if (best.cut().equals <= 1 && errors.cut().equals <= 1) {
 #pragma unroll 2
@@ -97,7 +96,6 @@ __device__ uint32_t TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, 
       if (i < level.own) mark(i, takes);
     }
   }
-  return SumOfBlock(size);
 }
 
 // ---- the open stage ----
@@ -115,31 +113,38 @@ __device__ void TreeSelector::Open() {
   if (threadIdx.x < step_.group && CutBlocks::rank() == 0) {
     stored_lanes()[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
-  const uint32_t wanted = OpenedInAnyCase(SumOfBlock(own_counts));
+  const uint32_t wanted = OpenedInAnyCase(SumOfThreads(own_counts));
   const TreeLevel level = Groups();
-  const uint32_t leaves = Mark</*kBesideClosed=*/false>(
+  Mark</*kBesideClosed=*/false>(
       level, wanted, attention::kClosedErrorShare * row_.tolerance,
       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); },
-      [](const TreeRowInfo& info) { return info.place >> 16; });
-  NumberItems(level, leaves);
+      [this](uint32_t slot, const TreeRowInfo& info) { return LeavesOf(slot, info); });
+  NumberItems(level);
 }
 
 // ---- the choose stage ----
 
-// The errors of the thread block's groups that stay closed, as a share of the tolerance's square.
-__device__ CutWeight TreeSelector::ClosedErrors() {
+// Notes the errors of the thread block's groups that stay closed, as shares of the tolerance's
+// square. Its last threads have the first groups: the first ones rank leaves.
+__device__ void TreeSelector::NoteClosedErrors() {
   const TreeLevel level = Groups();
   const float per_budget = PerBudget(row_.tolerance);
-  CutWeight own = 0, of_block;
-  for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
+  CutWeight own = 0;
+  for (uint32_t i = kCutThreads - 1 - threadIdx.x; i < level.own; i += kCutThreads) {
     const uint32_t slot = level.begin + i;
     const TreeRowInfo info = InfoAt(level, slot);
     const bool closed = info.tokens > 0 && GroupFate(slot) != kFateExact;
     const float error2 = ScoreOf(level, slot, info).y;
     if (closed) own += FixedShare(error2 * per_budget);
   }
-  ScanBlock(own, &memory_->cut, &of_block);
-  return of_block;
+  for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(~0u, own, offset);
+  if (threadIdx.x % 32 == 0) memory_->closed_errors[threadIdx.x / 32] = own;
+}
+// What has been noted, behind a barrier.
+__device__ CutWeight TreeSelector::ClosedErrors() const {
+  CutWeight sum = 0;
+  for (const CutWeight of_warp : memory_->closed_errors) sum += of_warp;
+  return sum;
 }
 
 __device__ void TreeSelector::Choose() {
@@ -153,13 +158,13 @@ __device__ void TreeSelector::Choose() {
   exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
   if (first) StoreLaneScales();
-  const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
-  const uint32_t tokens = Mark</*kBesideClosed=*/true>(
+  const uint32_t wanted = min(ShareOf(row_.floor, SumOfThreads(own_counts)), level.count);
+  Mark</*kBesideClosed=*/true>(
       level, wanted, row_.tolerance, [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
-      [](const TreeRowInfo& info) { return static_cast<uint32_t>(info.tokens); });
+      [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
   UnitResult result = {};
   result.clusters = level.count;
-  result.chosen_tokens = ListTokens(level, tokens);
+  result.chosen_tokens = List(level, UnitChosen(step_, unit_));
   result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
   if (first) ReportChoice(step_, unit_, result, &memory_->first_piece);
 }

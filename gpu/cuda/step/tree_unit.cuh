@@ -22,7 +22,8 @@ namespace attnd::gpu {
 inline constexpr uint32_t kRankedRows = 3072;
 
 // A unit's rows of one level, and of these the thread block's own, [begin, begin + own): what is
-// ranked. Keys and errors are those of its own rows.
+// ranked. Keys and errors are those of its own rows; of rows that have been marked their places are
+// ListedRow's.
 struct TreeLevel {
   uint32_t count;
   uint32_t begin, own;
@@ -34,6 +35,12 @@ struct TreeLevel {
   uint32_t* error_keys;
   float* errors;
   float optimism;
+};
+
+// What a marked row puts into a list: `size` words, of which the first is `first` and each other
+// one more than the one before. No words of a row that is not marked.
+struct ListedRow {
+  uint32_t size = 0, first = 0;
 };
 
 // For each lane, of one level's rows.
@@ -71,6 +78,7 @@ struct TreeSelectMemory {
   float2 outputs[kCutWarps][kOutputChannels];  // sums of shares of the states
   // Squared lengths of an output's channels (low half) and of the zones' mean.
   CutWeight norms[kTreeLanesMax * kOutputChunksMax];
+  CutWeight closed_errors[kCutWarps];
   uint32_t first_piece;
   SegmentSlots segments[kKnownSegments];
 };
@@ -108,10 +116,18 @@ class TreeUnit {
   __device__ __forceinline__ void StoreLaneScales() const;
   template <typename WeightOf>
   __device__ void Find(CutFinder<WeightOf>* cut);
-  template <typename Put>
-  __device__ uint32_t List(const TreeLevel& level, uint32_t size, Put put);
-  __device__ uint32_t SumOfBlock(uint32_t x);
-  __device__ uint32_t ListTokens(const TreeLevel& level, uint32_t tokens);
+  static __device__ __forceinline__ void Note(const TreeLevel& level, uint32_t i, ListedRow row) {
+    level.best_keys[i] = row.size;
+    level.error_keys[i] = row.first;
+  }
+  __device__ uint32_t List(const TreeLevel& level, uint32_t* list);
+  __device__ __forceinline__ uint32_t SumOfThreads(uint32_t own) const {
+    return SumOfBlock(own, &memory_->cut);
+  }
+  // The tokens of a chosen leaf; info: of the item.
+  __device__ __forceinline__ ListedRow TokensOf(uint32_t item, const TreeRowInfo& info) const {
+    return {static_cast<uint32_t>(info.tokens), (items()[item] >> 16 << 16) + info.place};
+  }
 
   const StepHeader& step_;
   const UnitPlace& unit_;
@@ -187,50 +203,47 @@ __device__ void TreeUnit::Find(CutFinder<WeightOf>* cut) {
   }
 }
 
-// Calls put(row, size, number) for the thread block's marked rows: number is the sum of the sizes
-// before. Puts every row's number in the place of its error's key. size: of the thread block's
-// rows; returns that of all. A warp has some neighbouring rows.
-template <typename Put>
-__device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t size, Put put) {
+// Lists what the thread blocks have noted of all their rows, in the rows' order; returns how many
+// words that are. Puts the number of each row's first word in the place of its error's key. A warp
+// has some neighbouring rows, and a thread every 32nd of their words.
+inline __device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t* list) {
   const uint32_t each = (level.own + kCutThreads - 1) / kCutThreads * 32;
   const uint32_t begin = min(threadIdx.x / 32 * each, level.own),
                  end = min(begin + each, level.own);
   const uint32_t thread = threadIdx.x % 32;
-  uint32_t own = 0;
-  for (uint32_t i = begin + thread; i < end; i += 32) own += level.best_keys[i];
-  CutWeight before, of_block;
-  const CutWeight all = exchange_.Sum(size, &before);
-  const CutWeight in_block = ScanBlock(own, &memory_->cut, &of_block);
-  uint32_t number = static_cast<uint32_t>(before + __shfl_sync(~0u, in_block, 0));
+  __syncthreads();  // rows have been noted
+  Scanned<uint32_t> sizes{0};
+  for (uint32_t i = begin + thread; i < end; i += 32) sizes.own += level.best_keys[i];
+  ScanBlock<kCutWarps>(&memory_->cut, sizes);
+  CutWeight before;
+  const CutWeight all = exchange_.Sum(sizes.total, &before);
+  uint32_t number = static_cast<uint32_t>(before) + __shfl_sync(~0u, sizes.before, 0);
 #pragma unroll 1
   for (uint32_t first = begin; first < end; first += 32) {
-    const uint32_t i = first + thread, of_row = i < end ? level.best_keys[i] : 0;
-    uint32_t sum = of_row;
+    const uint32_t i = first + thread;
+    ListedRow row;
+    if (i < end) row = {level.best_keys[i], level.error_keys[i]};
+    uint32_t to = row.size;  // the end of the row's words among those of the warp's rows
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
-      if (thread >= offset) sum += other;
+      const uint32_t other = __shfl_up_sync(~0u, to, offset);
+      if (thread >= offset) to += other;
     }
-    if (i < end) level.error_keys[i] = number + sum - of_row;
-    if (of_row > 0) put(level.begin + i, of_row, number + sum - of_row);
-    number += __shfl_sync(~0u, sum, 31);
+    const uint32_t words = __shfl_sync(~0u, to, 31), from = to - row.size;
+    if (i < end) level.error_keys[i] = number + from;
+#pragma unroll 1
+    for (uint32_t word = thread; word - thread < words; word += 32) {
+      uint32_t of = 0;  // the row that has the word: how many end before it
+#pragma unroll
+      for (uint32_t step = 16; step > 0; step /= 2) {
+        if (__shfl_sync(~0u, to, of + step - 1) <= word) of += step;
+      }
+      const uint32_t value = __shfl_sync(~0u, row.first - from, of) + word;
+      if (word < words) list[number + word] = value;
+    }
+    number += words;
   }
   return static_cast<uint32_t>(all);
-}
-
-inline __device__ uint32_t TreeUnit::SumOfBlock(uint32_t x) {
-  CutWeight total;
-  ScanBlock(x, &memory_->cut, &total);
-  return static_cast<uint32_t>(total);
-}
-
-// Lists the chosen leaves' tokens; returns how many there are.
-inline __device__ uint32_t TreeUnit::ListTokens(const TreeLevel& level, uint32_t tokens) {
-  uint32_t* list = UnitChosen(step_, unit_);
-  return List(level, tokens, [&](uint32_t item, uint32_t count, uint32_t place) {
-    const uint32_t segment = items()[item] >> 16 << 16, first = InfoAt(level, item).place;
-    for (uint32_t i = 0; i < count; ++i) list[place + i] = segment | (first + i);
-  });
 }
 
 }  // namespace attnd::gpu
