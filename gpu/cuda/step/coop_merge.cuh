@@ -13,16 +13,9 @@
 
 namespace attnd::gpu {
 
-__device__ __forceinline__ void AddScaled(float factor, const float4& x, float4* sum) {
-  sum->x += factor * x.x;
-  sum->y += factor * x.y;
-  sum->z += factor * x.z;
-  sum->w += factor * x.w;
-}
-
 template <int kValueDim>
 struct CoopMergeMemory {
-  float2 norms[kCoopWarps];
+  SquaredLengths lengths[kCoopWarps];
   float values[2][kCoopWarps][kValueDim];  // of the zones, of the other states
 };
 
@@ -139,16 +132,15 @@ __device__ __forceinline__ MergedLane MergeCoop(const float* tile, uint32_t lane
   MergedLane merged;
   merged.max = MaxOfHeads(share);
   merged.tree = false;
-  merged.correction2 = 0;
   float factors[2];
   AddHeads(share, blocks, factors, &merged);
   AddValues(share, blocks, factors, memory);
   __syncthreads();
-  merged.zone_value = merged.other_value = 0;
+  merged.values[kOfZones] = merged.values[kOfOthers] = merged.values[kOfSlopes] = 0;
   if (threadIdx.x < kValueDim) {
     for (uint32_t w = 0; w < kCoopWarps; ++w) {
-      merged.zone_value += memory->values[0][w][threadIdx.x];
-      merged.other_value += memory->values[1][w][threadIdx.x];
+      merged.values[kOfZones] += memory->values[0][w][threadIdx.x];
+      merged.values[kOfOthers] += memory->values[1][w][threadIdx.x];
     }
   }
   return merged;

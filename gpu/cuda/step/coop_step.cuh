@@ -263,7 +263,7 @@ class CoopStep {
       const MergedLane merged =
           MergeCoop<kValueDim>(TileStates(step_, unit_, 0, StateFloats(kValueDim)), lane, memory);
       flawless &= WriteAnswer<kValueDim, kCoopWarps>(step_, to, LanePlace(step_, unit_, 0, lane),
-                                                     merged, &scale, memory->norms);
+                                                     merged, &scale, memory->lengths);
     }
     return flawless;
   }

@@ -18,6 +18,10 @@ namespace attnd::gpu {
 
 inline constexpr uint32_t kMergeWarps = 8;
 inline constexpr uint32_t kMergeThreads = kMergeWarps * 32;
+// Thread blocks that a multiprocessor should hold: a batch has more than the device has at once,
+// and 256 channels of values need more registers a thread.
+template <int kValueDim>
+inline constexpr int kMergeBlocks = kValueDim <= 128 ? 4 : 2;
 // States whose factors lie in shared memory at a time.
 inline constexpr uint32_t kMergeBatch = 512;
 
@@ -50,57 +54,64 @@ struct LaneStates {
   const float* tile;
   uint32_t lane;  // of the tile
   uint32_t zones, estimates, end;
-  const float* corrections = nullptr;  // of the tile over a tree: in the first slice's state
+  const float* slices = nullptr;  // over a tree: the estimates' states with the slopes' correction
+
+  __device__ __forceinline__ bool tree() const { return slices != nullptr; }
+};
+
+__device__ __forceinline__ void AddScaled(float factor, const float4& x, float4* sum) {
+  sum->x += factor * x.x;
+  sum->y += factor * x.y;
+  sum->z += factor * x.z;
+  sum->w += factor * x.w;
+}
+
+// Values of a lane, a number for each channel: of the zones, of the other states, and what slopes
+// add to the estimates.
+inline constexpr int kValueKinds = 3;
+enum ValueKind { kOfZones, kOfOthers, kOfSlopes };
+
+// Squared lengths: of the answer, of the zones' mean, and of what slopes add to the estimates.
+struct SquaredLengths {
+  float answer, zones, slopes;
 };
 
 template <int kValueDim>
 struct MergeLaneMemory {
   float reduce[kMergeWarps];
-  float2 norms[kMergeWarps];
+  SquaredLengths lengths[kMergeWarps];
   float sums[kMergeWarps][kLaneSums];
   float factors[kMergeBatch];
-  float values[2][kMergeWarps][kValueDim];  // of the zones, of the other states
+  float values[kValueKinds][kMergeWarps][kValueDim];
 };
 
-// The states of one lane of one tile, merged by one thread block. Heads are read first, so that the
-// values' loads wait for nothing; each warp takes every kMergeWarps-th state, and the warps' sums
-// are added in their order.
+// The states of one lane of one tile, merged by one thread block. All that is read is asked for at
+// once: what the first of a warp's states hold waits in registers until their heads are known. Each
+// warp takes every kMergeWarps-th state, and the warps' sums are added in their order.
 template <int kValueDim>
 class LaneMerger {
  public:
-  static constexpr int kVectors = (kValueDim + 127) / 128;  // of 4 channels, of a thread
-
   __device__ LaneMerger(const LaneStates& states, MergeLaneMemory<kValueDim>* memory)
       : states_(states.tile + states.lane * (kStateHead + kValueDim)),
+        slices_(states.tree() ? states.slices + states.lane * (kStateHead + 2 * kValueDim)
+                              : nullptr),
         zones_(states.zones),
         estimates_(states.estimates),
         end_(states.end),
+        slices_end_(states.tree() ? states.estimates - states.zones : 0),
         memory_(memory) {}
 
-  // The greatest maximum of the states that hold anything.
-  __device__ float Max() const {
-    float max = -INFINITY;
-    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
-      const float2 head = *reinterpret_cast<const float2*>(State(i));
-      if (head.y > 0) max = fmaxf(max, head.x);
-    }
-    for (int offset = 16; offset > 0; offset /= 2) {
-      max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
-    }
-    if (threadIdx.x % 32 == 0) memory_->reduce[threadIdx.x / 32] = max;
-    __syncthreads();
-    max = memory_->reduce[0];
-    for (uint32_t w = 1; w < kMergeWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
-    return max;
-  }
-
-  // Merges everything, relative to `max`. Thread c < kValueDim gets channel c of both values; all
-  // get the sums.
-  __device__ void Merge(float max, float (&sums)[kLaneSums], float* zone_value,
-                        float* other_value) const {
+  // Merges everything; returns what sums and values are relative to, the greatest maximum of the
+  // states that hold anything. Thread c < kValueDim gets channel c of the values; all get the sums.
+  __device__ float Merge(float (&sums)[kLaneSums], float (&values)[kValueKinds]) const {
     const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
+    const float own_max = OwnMax();
+    Four first_values[kAsked][kVectors];
+    AskForValues(first_values);
+    Four fours[kValueKinds][kVectors] = {};
+    AddCorrections(fours[kOfSlopes]);
+    const float max = MaxOfBlock(own_max);
     float own[kLaneSums] = {};
-    float4 values[2][kVectors] = {};
     for (uint32_t first = 0; first < end_; first += kMergeBatch) {
       const uint32_t last = min(first + kMergeBatch, end_);
       __syncthreads();
@@ -108,8 +119,7 @@ class LaneMerger {
         memory_->factors[i - first] = AddHead(i, max, own);
       }
       __syncthreads();
-      AddValues(first, min(last, zones_), first, values[0]);
-      AddValues(::max(first, zones_), last, first, values[1]);
+      AddValues(first, last, first_values, fours);
     }
 #pragma unroll
     for (int k = 0; k < kLaneSums; ++k) {
@@ -119,12 +129,12 @@ class LaneMerger {
       if (thread == 0) memory_->sums[warp][k] = own[k];
     }
 #pragma unroll
-    for (int kind = 0; kind < 2; ++kind) {
+    for (int kind = 0; kind < kValueKinds; ++kind) {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const uint32_t channel = v * 128 + thread * 4;
         if (channel < kValueDim) {
-          *reinterpret_cast<float4*>(&memory_->values[kind][warp][channel]) = values[kind][v];
+          *reinterpret_cast<Four*>(&memory_->values[kind][warp][channel]) = fours[kind][v];
         }
       }
     }
@@ -133,17 +143,46 @@ class LaneMerger {
       sums[k] = 0;
       for (uint32_t w = 0; w < kMergeWarps; ++w) sums[k] += memory_->sums[w][k];
     }
-    *zone_value = *other_value = 0;
-    if (threadIdx.x >= kValueDim) return;
-    for (uint32_t w = 0; w < kMergeWarps; ++w) {
-      *zone_value += memory_->values[0][w][threadIdx.x];
-      *other_value += memory_->values[1][w][threadIdx.x];
+#pragma unroll
+    for (int kind = 0; kind < kValueKinds; ++kind) {
+      values[kind] = 0;
+      for (uint32_t w = 0; threadIdx.x < kValueDim && w < kMergeWarps; ++w) {
+        values[kind] += memory_->values[kind][w][threadIdx.x];
+      }
     }
+    return max;
   }
 
  private:
+  using Four = float4;                                      // channels
+  static constexpr int kVectors = (kValueDim + 127) / 128;  // of four channels, of a thread
+  static constexpr uint32_t kAsked = 4;                     // states of a warp
+
   __device__ __forceinline__ const float* State(uint32_t i) const {
     return states_ + uint64_t{i} * StateFloats(kValueDim);
+  }
+  // The thread's four of a vector of a state, from `channels` on.
+  static __device__ __forceinline__ Four FourOf(const float* channels, int vector) {
+    const uint32_t channel = vector * 128 + threadIdx.x % 32 * 4;
+    return channel < kValueDim ? *reinterpret_cast<const Four*>(channels + channel) : Four{};
+  }
+  __device__ __forceinline__ float OwnMax() const {
+    float max = -INFINITY;
+    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
+      const float2 head = *reinterpret_cast<const float2*>(State(i));
+      if (head.y > 0) max = fmaxf(max, head.x);
+    }
+    return max;
+  }
+  __device__ __forceinline__ float MaxOfBlock(float max) const {
+    for (int offset = 16; offset > 0; offset /= 2) {
+      max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
+    }
+    if (threadIdx.x % 32 == 0) memory_->reduce[threadIdx.x / 32] = max;
+    __syncthreads();
+    max = memory_->reduce[0];
+    for (uint32_t w = 1; w < kMergeWarps; ++w) max = fmaxf(max, memory_->reduce[w]);
+    return max;
   }
 
   // Adds state i's sums; returns the factor of its values.
@@ -163,73 +202,118 @@ class LaneMerger {
     return factor;
   }
 
-  __device__ __forceinline__ void AddValues(uint32_t begin, uint32_t end, uint32_t first,
-                                            float4 (&values)[kVectors]) const {
-    const uint32_t thread = threadIdx.x % 32;
-#pragma unroll 4
-    for (uint32_t i = begin + threadIdx.x / 32; i < end; i += kMergeWarps) {
-      const float factor = memory_->factors[i - first];
+  // The first kAsked of the warp's states.
+  __device__ __forceinline__ void AskForValues(Four (&to)[kAsked][kVectors]) const {
+#pragma unroll
+    for (uint32_t k = 0; k < kAsked; ++k) {
+      const uint32_t i = threadIdx.x / 32 + k * kMergeWarps;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const uint32_t channel = v * 128 + thread * 4;
-        if (channel >= kValueDim) continue;
-        const float4 x = *reinterpret_cast<const float4*>(State(i) + kStateHead + channel);
-        values[v].x += factor * x.x;
-        values[v].y += factor * x.y;
-        values[v].z += factor * x.z;
-        values[v].w += factor * x.w;
+        to[k][v] = i < end_ ? FourOf(State(i) + kStateHead, v) : Four{};
+      }
+    }
+  }
+  // States [first, last), whose factors are there.
+  __device__ __forceinline__ void AddValues(uint32_t first, uint32_t last,
+                                            const Four (&first_values)[kAsked][kVectors],
+                                            Four (&sums)[kValueKinds][kVectors]) const {
+    const auto add = [&](uint32_t i, int v, const Four& x) {
+      const float factor = memory_->factors[i - first];
+      if (i < zones_) {
+        AddScaled(factor, x, &sums[kOfZones][v]);
+      } else {
+        AddScaled(factor, x, &sums[kOfOthers][v]);
+      }
+    };
+    const uint32_t begin = first + threadIdx.x / 32;
+    if (first == 0) {
+#pragma unroll
+      for (uint32_t k = 0; k < kAsked; ++k) {
+        const uint32_t i = begin + k * kMergeWarps;
+        if (i >= last) continue;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) add(i, v, first_values[k][v]);
+      }
+    }
+#pragma unroll 4
+    for (uint32_t i = begin + (first == 0 ? kAsked * kMergeWarps : 0); i < last; i += kMergeWarps) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) add(i, v, FourOf(State(i) + kStateHead, v));
+    }
+  }
+  __device__ __forceinline__ void AddCorrections(Four (&sums)[kVectors]) const {
+    for (uint32_t first = threadIdx.x / 32; first < slices_end_; first += kAsked * kMergeWarps) {
+      Four x[kAsked][kVectors];
+#pragma unroll
+      for (uint32_t k = 0; k < kAsked; ++k) {
+        const uint32_t s = first + k * kMergeWarps;
+        const float* state = slices_ + uint64_t{s} * TreeStateFloats(kValueDim);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          x[k][v] = s < slices_end_ ? FourOf(state + kStateHead + kValueDim, v) : Four{};
+        }
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < kAsked; ++k) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) AddScaled(1, x[k][v], &sums[v]);
       }
     }
   }
 
   const float* const states_;
-  const uint32_t zones_;
-  const uint32_t estimates_;
-  const uint32_t end_;
+  const float* const slices_;
+  const uint32_t zones_, estimates_, end_;
+  const uint32_t slices_end_;
   MergeLaneMemory<kValueDim>* const memory_;
 };
 
-// Sums of the squares of two numbers over the thread block's threads.
+// Sums of squares over the thread block's threads.
 template <uint32_t kWarps>
-__device__ __forceinline__ float2 SquaredNorms(float x, float y, float2 (&memory)[kWarps]) {
-  float2 sum = make_float2(x * x, y * y);
+__device__ __forceinline__ SquaredLengths SquaresOf(float answer, float zones, float slopes,
+                                                    SquaredLengths (&memory)[kWarps]) {
+  SquaredLengths sum = {answer * answer, zones * zones, slopes * slopes};
   for (int offset = 16; offset > 0; offset /= 2) {
-    sum.x += __shfl_xor_sync(~0u, sum.x, offset);
-    sum.y += __shfl_xor_sync(~0u, sum.y, offset);
+    sum.answer += __shfl_xor_sync(~0u, sum.answer, offset);
+    sum.zones += __shfl_xor_sync(~0u, sum.zones, offset);
+    sum.slopes += __shfl_xor_sync(~0u, sum.slopes, offset);
   }
   if (threadIdx.x % 32 == 0) memory[threadIdx.x / 32] = sum;
   __syncthreads();
-  sum = make_float2(0, 0);
-  for (uint32_t w = 0; w < kWarps; ++w) sum.x += memory[w].x, sum.y += memory[w].y;
+  sum = {};
+  for (uint32_t w = 0; w < kWarps; ++w) {
+    sum.answer += memory[w].answer;
+    sum.zones += memory[w].zones;
+    sum.slopes += memory[w].slopes;
+  }
   return sum;
 }
 
 // A lane's values, of thread c < kValueDim those of channel c, and its sums, relative to `max`; but
-// errors, moments, drops and the slopes' correction are relative to the LaneScale's.
+// errors, moments, drops and what slopes add are relative to the LaneScale's.
 struct MergedLane {
   float max;
   float sums[kLaneSums];
-  float zone_value, other_value;
+  float values[kValueKinds];
   bool tree;
-  float correction2;  // over trees: squared length of what slopes add to the estimates, of all
-                      // threads
 };
 
-// The square of what the estimates err by, not yet relative to the answer, whose squared norm is
-// given.
-__device__ __forceinline__ float SquaredError(const MergedLane& lane, float norm2) {
+// The square of what the estimates err by, not yet relative to the answer.
+__device__ __forceinline__ float SquaredError(const MergedLane& lane,
+                                              const SquaredLengths& lengths2) {
   using attention::kCoherentShare;
   using attention::kIndependentShare;
   const float(&sums)[kLaneSums] = lane.sums;
   if (!lane.tree) return sums[kErrors];
   const float variance = sums[kEstimated] > 0 ? sums[kLogitVariances] / sums[kEstimated] : 0.0f;
-  return kIndependentShare * kIndependentShare * (sums[kErrors] + sums[kMassErrors] * norm2) +
-         kCoherentShare * kCoherentShare * lane.correction2 * variance;
+  return kIndependentShare * kIndependentShare *
+             (sums[kErrors] + sums[kMassErrors] * lengths2.answer) +
+         kCoherentShare * kCoherentShare * lengths2.slopes * variance;
 }
 
-// What a lane's sums say of its answer. norms2: of the answer, and of the zones' mean.
+// What a lane's sums say of its answer.
 __device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const LaneScale& scale,
-                                               float2 norms2) {
+                                               const SquaredLengths& lengths2) {
   const float(&sums)[kLaneSums] = lane.sums;
   const float max = lane.max;
   const float sum = sums[kZones] + sums[kOthers];
@@ -247,10 +331,10 @@ __device__ __forceinline__ LaneResult ResultOf(const MergedLane& lane, const Lan
     const float missed = scale.missed > 0 ? scale.missed * Exp2(scale.max - max) : 0.0f;
     result.missed_mass = missed / sum * result.covered_mass;
   }
-  const float least =
-      LeastNorm(sums[kZones] * exact_factor, norms2.y, sums[kMoments] * factor, scale.sum * factor);
-  const float norm = fmaxf(sqrtf(norms2.x), least);
-  const float absolute2 = SquaredError(lane, norms2.x);
+  const float least = LeastNorm(sums[kZones] * exact_factor, lengths2.zones,
+                                sums[kMoments] * factor, scale.sum * factor);
+  const float norm = fmaxf(sqrtf(lengths2.answer), least);
+  const float absolute2 = SquaredError(lane, lengths2);
   if (absolute2 > 0) {
     result.predicted_error = sqrtf(absolute2) * Exp2(scale.max - max) / sum / norm;
   }
@@ -286,52 +370,37 @@ __device__ __forceinline__ void StoreOut(uint32_t dtype, std::byte* out, uint64_
   }
 }
 
-// Writes a lane's answer. scale: of the clusters' weights, null without clusters. norms: shared.
+// Writes a lane's answer. scale: of the clusters' weights, null without clusters. memory: shared.
 // Whether lse is a number, by thread 0; others get true.
 template <int kValueDim, uint32_t kWarps>
 __device__ __forceinline__ bool WriteAnswer(const StepHeader& step, const AnswerTo& to,
                                             const LanePlace& place, const MergedLane& lane,
-                                            const LaneScale* scale, float2 (&norms)[kWarps]) {
+                                            const LaneScale* scale,
+                                            SquaredLengths (&memory)[kWarps]) {
   static_assert(kValueDim <= kWarps * 32);
   const float sum = lane.sums[kZones] + lane.sums[kOthers];
-  const float value = sum > 0 ? (lane.zone_value + lane.other_value) / sum : 0.0f;
+  const float value = sum > 0 ? (lane.values[kOfZones] + lane.values[kOfOthers]) / sum : 0.0f;
   if (threadIdx.x < kValueDim) {
     const uint64_t at = place.slot * kValueDim + threadIdx.x;
     StoreOut(step.out_dtype, to.out, at, value);
     if (to.twin_out != nullptr) StoreOut(step.out_dtype, to.twin_out, at, value);
   }
-  const float zone_mean = lane.sums[kZones] > 0 ? lane.zone_value / lane.sums[kZones] : 0.0f;
-  const float2 norms2 = SquaredNorms(value, zone_mean, norms);
+  const float zone_mean = lane.sums[kZones] > 0 ? lane.values[kOfZones] / lane.sums[kZones] : 0.0f;
+  const SquaredLengths lengths2 = SquaresOf(value, zone_mean, lane.values[kOfSlopes], memory);
   bool flawless = true;
   if (threadIdx.x == 0) {
     // Values are so bounded that squares of their means are numbers if these are.
     const float of_sum = sum > 0 ? (lane.max + log2f(sum)) * kLn2 : -INFINITY;
-    const float lse = norms2.x <= FLT_MAX ? of_sum : NAN;
+    const float lse = lengths2.answer <= FLT_MAX ? of_sum : NAN;
     flawless = fabsf(lse) <= FLT_MAX;
     step.lse[place.slot] = lse;
     if (to.lse != nullptr) to.lse[place.slot] = lse;
     if (to.twin_lse != nullptr) to.twin_lse[place.slot] = lse;
     step.lane_results[place.slot] =
-        scale != nullptr && sum > 0 ? ResultOf(lane, *scale, norms2) : LaneResult{1, 1, 0, 0};
+        scale != nullptr && sum > 0 ? ResultOf(lane, *scale, lengths2) : LaneResult{1, 1, 0, 0};
   }
   __syncthreads();
   return flawless;
-}
-
-// The squared length of the slopes' correction, which all slices' estimates make together.
-template <int kValueDim>
-__device__ __forceinline__ float Correction2(const LaneStates& states,
-                                             MergeLaneMemory<kValueDim>* memory) {
-  if (states.corrections == nullptr) return 0;
-  const float* lane = states.corrections + states.lane * (kStateHead + 2 * kValueDim) + kStateHead +
-                      kValueDim + threadIdx.x;
-  float correction = 0;
-  for (uint32_t s = 0; threadIdx.x < kValueDim && s < states.estimates - states.zones; ++s) {
-    correction += lane[uint64_t{s} * TreeStateFloats(kValueDim)];
-  }
-  const float2 norms2 = SquaredNorms(correction, 0, memory->norms);
-  __syncthreads();  // whoever uses that memory next
-  return norms2.x;
 }
 
 // One thread block answers one query of one head. As WriteAnswer.
@@ -340,13 +409,10 @@ __device__ __forceinline__ bool AnswerLane(const StepHeader& step, const AnswerT
                                            const LanePlace& place, const LaneStates& states,
                                            const LaneScale* scale,
                                            MergeLaneMemory<kValueDim>* memory) {
-  const LaneMerger<kValueDim> merger(states, memory);
   MergedLane lane;
-  lane.max = merger.Max();
-  merger.Merge(lane.max, lane.sums, &lane.zone_value, &lane.other_value);
-  lane.tree = states.corrections != nullptr;
-  lane.correction2 = Correction2<kValueDim>(states, memory);
-  return WriteAnswer<kValueDim, kMergeWarps>(step, to, place, lane, scale, memory->norms);
+  lane.max = LaneMerger<kValueDim>(states, memory).Merge(lane.sums, lane.values);
+  lane.tree = states.tree();
+  return WriteAnswer<kValueDim, kMergeWarps>(step, to, place, lane, scale, memory->lengths);
 }
 
 // ---- kernels ----
@@ -382,7 +448,7 @@ __device__ __forceinline__ bool AnswerHead(const StepHeader& step, uint32_t unit
     if (row->kind == UnitKind::kTree) {
       const uint64_t item =
           row->first_tree_item + (uint64_t{unit.in_row} * step.tiles_max + tile) * row->tree_slices;
-      states.corrections = step.tree_states + item * TreeStateFloats(kValueDim);
+      states.slices = step.tree_states + item * TreeStateFloats(kValueDim);
     }
     LaneScale scale;
     if (clusters) {
@@ -398,7 +464,7 @@ __device__ __forceinline__ bool AnswerHead(const StepHeader& step, uint32_t unit
 
 // Thread block (unit, query head).
 template <int kValueDim>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads, (kMergeBlocks<kValueDim>))
     MergeKernel(const __grid_constant__ StepHeader step) {
   __shared__ __align__(16) MergeLaneMemory<kValueDim> memory;
   const bool flawless =
