@@ -451,10 +451,12 @@ struct StepHeader {
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors]
   uint32_t* tree_words;
-  float* tree_queries;   // [tree_items][TreeQueryWords]
-  float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]
-  float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's leaves and closed
-                         // groups
+  std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: what the first stage over an item has
+                           // looked up of it
+  float* tree_queries;     // [tree_items][TreeQueryWords]
+  float* tree_states;      // [tree_items][kLanes][kStateHead + 2 value_dim]
+  float* tree_partials;    // [tree_items][kLanes][kStateHead]: sums over the item's leaves and
+                           // closed groups
   uint64_t* missing;  // [missing_max] numbers of pages in files that are neither in the cache nor
                       // carried, in any order, some more than once; a row with such a page has no
                       // answer
@@ -473,7 +475,7 @@ struct StepHeader {
 static_assert(offsetof(StepHeader, tail_block_head_bytes) ==
               offsetof(StepHeader, answer_blocks) + sizeof(StepHeader::answer_blocks));
 // The compilers of host and device agree on these sizes: the structures are copied as bytes.
-static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 400);
+static_assert(sizeof(SegmentRef) == 112 && sizeof(RowRef) == 224 && sizeof(StepHeader) == 408);
 static_assert(sizeof(UploadRef) == 24 && sizeof(CoopUnit) == 8 && sizeof(TreeRef) == 136);
 static_assert(sizeof(UnitResult) == 64 && sizeof(LaneResult) == 16 && sizeof(LaneScale) == 16);
 static_assert(std::is_trivially_copyable_v<SegmentRef> && std::is_trivially_copyable_v<RowRef> &&

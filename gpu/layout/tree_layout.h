@@ -55,6 +55,7 @@ struct TreeLane {
   float zone_max, zone_sum;
   float zone_norm2;  // squared length of the zones' mean
 };
+inline constexpr uint32_t kTreePlaceBytes = 80;
 inline constexpr uint32_t kTreeLaneWords = kTreeLanesMax * sizeof(TreeLane) / sizeof(uint32_t);
 constexpr uint64_t TreeItems(const RowRef& row) {
   return kTreeLaneWords + (uint64_t{row.tree_slices} + 1 + 3) / 4 * 4;

@@ -358,6 +358,7 @@ void StepWriter::FillHeader(const WavePlaces& places, const WaveBuffers& buffers
   h.chosen_pieces = At<ChosenPiece>(device_scratch, places.chosen_pieces);
   h.cursors = At<uint32_t>(device_scratch, places.cursors);
   h.tree_words = At<uint32_t>(device_scratch, places.tree_words);
+  h.tree_places = At<std::byte>(device_scratch, places.tree_places);
   h.tree_queries = At<float>(device_scratch, places.tree_queries);
   h.tree_states = At<float>(device_scratch, places.tree_states);
   h.tree_partials = At<float>(device_scratch, places.tree_partials);

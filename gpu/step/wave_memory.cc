@@ -77,6 +77,7 @@ void PlaceScratch(const WaveCounts& counts, const WaveShape& shape, WavePlaces* 
   places->chosen_pieces = scratch.Place(counts.chosen_pieces, sizeof(ChosenPiece));
   places->cursors = scratch.Place(kCursors, sizeof(uint32_t));
   places->tree_words = scratch.Place(counts.tree_words, sizeof(uint32_t));
+  places->tree_places = scratch.Place(counts.tree_items, kTreePlaceBytes);
   places->tree_queries =
       scratch.Place(counts.tree_items, sizeof(float) * TreeQueryWords(shape.kernel.head_dim));
   places->tree_states =

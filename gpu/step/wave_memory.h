@@ -55,8 +55,8 @@ struct WavePlaces {
   uint64_t answer_blocks, answer, cache_clock, carried, rows, segments, trees, tail_blocks,
       upload_refs, coop_units, queries, upload_data, input_bytes;
   uint64_t query_fragments, states, scores, chosen, score_partials, lane_scales, chunks,
-      chosen_pieces, cursors, tree_words, tree_queries, tree_states, tree_partials, missing,
-      unit_results, copied, scratch_bytes;
+      chosen_pieces, cursors, tree_words, tree_places, tree_queries, tree_states, tree_partials,
+      missing, unit_results, copied, scratch_bytes;
   ResultPlaces result;
 
   // On the device, of a result that is copied back.

@@ -66,6 +66,10 @@ struct TreeItem {
   __device__ __forceinline__ uint32_t first_group() const {
     return (slice - tree->first_slice) * row->tree_slice_groups;
   }
+  // The end of the slice's group slots.
+  __device__ __forceinline__ uint32_t slots_end() const {
+    return min(tree->group_slots, first_group() + row->tree_slice_groups);
+  }
   // The end of the slice's groups: the segment may have fewer than its index has room for.
   __device__ __forceinline__ uint32_t groups_end() const {
     const TreePart& part = tree->offsets.groups;
@@ -76,6 +80,16 @@ struct TreeItem {
     return reinterpret_cast<const float*>(head + offset);
   }
 };
+
+// Where the first stage over an item leaves it, for those that follow: looking it up is several
+// waits for memory, one after another, and reading it one.
+__device__ __forceinline__ TreeItem* StoredItem(const StepHeader& step, uint32_t item) {
+  static_assert(sizeof(TreeItem) == kTreePlaceBytes && alignof(TreeItem) <= 16);
+  return reinterpret_cast<TreeItem*>(step.tree_places + uint64_t{item} * kTreePlaceBytes);
+}
+__device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem& item) {
+  if (threadIdx.x == 0) *StoredItem(step, item.number) = item;
+}
 
 __device__ __forceinline__ uint32_t* UnitTreeWords(const StepHeader& step, const UnitPlace& unit) {
   return step.tree_words + unit.row->first_word + unit.in_row * TreeWordsPerUnit(*unit.row);

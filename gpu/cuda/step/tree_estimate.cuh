@@ -22,6 +22,7 @@ struct EstimateMemory {
     SumsExchange<kDim, kValueDim> exchange;
   };
   SummedRows<kDim, kValueDim> rows[2];  // of tiles in turn
+  uint32_t leaves[2][kTileRows];        // of tiles of leaves: their numbers in the index
   WarpTops tops;
   WarpHeads heads;
 };
@@ -30,16 +31,12 @@ struct EstimateMemory {
 // opened leaves.
 struct EstimatedTile {
   const TreePart* part;
-  const uint32_t* items;  // of leaves: the first row's; of groups null
-  uint32_t first;         // of groups: the first row's number in the index
+  bool leaves;
+  uint32_t first;  // of groups: the first row's number in the index
   uint32_t count;
   const TreeRowInfo* info;  // of the first row, as the next three
   const uint8_t* fates;
   const float *log_mass, *d2;  // of the lane of the thread's pairs
-
-  __device__ __forceinline__ uint32_t Row(uint32_t i) const {
-    return items != nullptr ? items[i] & 0xFFFF : first + i;
-  }
 };
 
 // The tiles of an item: first its groups, of which those that are opened count as missing, then its
@@ -59,8 +56,16 @@ class EstimatedTiles {
   __device__ __forceinline__ uint32_t count() const {
     return group_tiles_ + (leaves_.end - leaves_.begin + kTileRows - 1) / kTileRows;
   }
+  __device__ __forceinline__ bool OfLeaves(uint32_t number) const {
+    return group_tiles_ <= number && number < count();
+  }
+  // The number in the index of row `i` of a tile of leaves; 0 if it has no such row.
+  __device__ __forceinline__ uint32_t Leaf(uint32_t number, uint32_t i) const {
+    const uint32_t item = leaves_.begin + (number - group_tiles_) * kTileRows + i;
+    return item < leaves_.end ? leaves_.items[item] & 0xFFFF : 0;
+  }
   __device__ __forceinline__ EstimatedTile operator[](uint32_t number) const {
-    const bool groups = number < group_tiles_;
+    const bool groups = !OfLeaves(number);
     const uint32_t before = (groups ? number : number - group_tiles_) * kTileRows;
     const RowRef& row = *item_.row;
     const TreeScores places = TreeScoresOf(row, step_.group);
@@ -73,7 +78,7 @@ class EstimatedTiles {
     const uint64_t score = uint64_t{lane_} * (groups ? row.group_slots : row.slots) + slot;
     EstimatedTile tile;
     tile.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
-    tile.items = groups ? nullptr : leaves_.items + slot;
+    tile.leaves = !groups;
     tile.first = first_group_ + before;
     tile.count = min(kTileRows, (groups ? groups_ : leaves_.end - leaves_.begin) - before);
     tile.info = reinterpret_cast<const TreeRowInfo*>(place(&TreeLevelScores::info)) + slot;
@@ -129,8 +134,14 @@ class EstimateWorker {
     const uint64_t tile = uint64_t{item_.unit.unit} * step_.tiles_max + item_.tile;
     totals_.max = step_.lane_scales[tile * kLanes + pairs_.lane()].max;
     totals_.best = {kByMass ? totals_.max : -INFINITY, 0};
+    AskForLeaf(0);
+    if (tiles_.OfLeaves(0)) {
+      KeepLeaf(0);
+      __syncthreads();
+    }
     Loads loads;
     if (tiles_.count() > 0) Ask(0, &loads);
+    AskForLeaf(1);
     CommitCopies();
 #pragma unroll 1
     for (uint32_t i = 0; i < tiles_.count(); ++i) AddTile(i, &loads);
@@ -156,22 +167,28 @@ class EstimateWorker {
     LaneWeights of[TilePairs::kPairs];
   };
 
-  // Asks for tile i, so that it is on its way while the one before is worked on. Loads are ordered
-  // by what they depend on: they are two waits for memory.
+  // Leaves of tile i are asked for a tile ahead, and kept for the thread block.
+  __device__ __forceinline__ void AskForLeaf(uint32_t i) {
+    if (tiles_.OfLeaves(i) && threadIdx.x < kTileRows) leaf_ = tiles_.Leaf(i, threadIdx.x);
+  }
+  __device__ __forceinline__ void KeepLeaf(uint32_t i) {
+    if (threadIdx.x < kTileRows) memory_->leaves[i % 2][threadIdx.x] = leaf_;
+  }
+  // Asks for tile i, whose leaves are known, so that it is on its way while the one before is
+  // worked on.
   __device__ __forceinline__ void Ask(uint32_t i, Loads* loads) {
     loads->tile = tiles_[i];
     const EstimatedTile& tile = loads->tile;
     SummedRows<kDim, kValueDim>* rows = &memory_->rows[i % 2];
-    uint32_t value_rows[Values::kParts], code_rows[Codes::kParts], own_rows[TilePairs::kPairs];
-#pragma unroll
-    for (uint32_t k = 0; k < Values::kParts; ++k) value_rows[k] = RowOr0(tile, Values::Row(k));
-#pragma unroll
-    for (uint32_t k = 0; k < Codes::kParts; ++k) code_rows[k] = RowOr0(tile, Codes::Row(k));
+    const auto row_of = [&](uint32_t row) {
+      return tile.leaves ? memory_->leaves[i % 2][row] : tile.first + row;
+    };
+    uint32_t own_rows[TilePairs::kPairs];
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       const uint32_t row = pairs_.Row(k);
       if (row >= tile.count || !pairs_.used()) continue;
-      own_rows[k] = tile.Row(row);
+      own_rows[k] = row_of(row);
       loads->fate[k] = tile.fates[row];
       loads->info[k] = *reinterpret_cast<const float4*>(tile.info + row);
       loads->log_mass[k] = tile.log_mass[row];
@@ -183,7 +200,8 @@ class EstimateWorker {
     const float* units = item_.Floats(tile.part->variance_unit);
 #pragma unroll
     for (uint32_t k = 0; k < Codes::kParts; ++k) {
-      const std::byte* from = codes + uint64_t{code_rows[k]} * (kDim / 2) + Codes::Byte(k);
+      const uint32_t row = Codes::Row(k) < tile.count ? row_of(Codes::Row(k)) : 0;
+      const std::byte* from = codes + uint64_t{row} * (kDim / 2) + Codes::Byte(k);
       loads->codes[k] = __ldg(reinterpret_cast<const uint2*>(from));
     }
 #pragma unroll
@@ -195,12 +213,10 @@ class EstimateWorker {
 #pragma unroll
     for (uint32_t k = 0; k < Values::kParts; ++k) {
       if (Values::Row(k) >= tile.count) continue;
-      const std::byte* from = values + uint64_t{value_rows[k]} * kValueDim + Values::Byte(k);
+      const uint32_t row = row_of(Values::Row(k));
+      const std::byte* from = values + uint64_t{row} * kValueDim + Values::Byte(k);
       rows->AskForValues(Values::Row(k), Values::Byte(k), from);
     }
-  }
-  static __device__ __forceinline__ uint32_t RowOr0(const EstimatedTile& tile, uint32_t i) {
-    return i < tile.count ? tile.Row(i) : 0;
   }
 
   // loads: of tile i; in the end of the next one, if there is one.
@@ -213,6 +229,7 @@ class EstimateWorker {
     for (uint32_t k = 0; k < Codes::kParts; ++k) {
       *rows->Squares(Codes::Row(k), Codes::Byte(k) * 2) = SixteenSquares(loads->codes[k]);
     }
+    KeepLeaf(i + 1);
     __syncthreads();  // the tile before has been read, too
     if (pairs_.used()) {
       const LaneWeights greatest = memory_->tops.WeightsOf(pairs_, pairs_.lane());
@@ -227,6 +244,7 @@ class EstimateWorker {
     const LaneWeights greatest[2] = {memory_->tops.WeightsOf(pairs_, lane),
                                      memory_->tops.WeightsOf(pairs_, lane + 1)};
     if (i + 1 < tiles_.count()) Ask(i + 1, loads);
+    AskForLeaf(i + 2);
     CommitCopies();
     WaitCopies<1>();
     __syncthreads();
@@ -244,7 +262,7 @@ class EstimateWorker {
       const float weight = Weight(loads.log_mass[k], totals_.max);
       if constexpr (kByMass) totals_.best.sum += fate == kFateDropped ? weight : 0.0f;
       // Leaves of opened groups stand for them.
-      if (loads.tile.items != nullptr || fate != kFateExact) {
+      if (loads.tile.leaves || fate != kFateExact) {
         totals_.moments += weight * info.value_norm * info.value_norm;
       }
       if (fate != kFateEstimated) continue;
@@ -303,6 +321,7 @@ class EstimateWorker {
   const uint32_t lanes_;
   const TilePairs pairs_;
   const EstimatedTiles tiles_;
+  uint32_t leaf_ = 0;
   PairTotals totals_;
   Sums sums_;
 };
@@ -312,7 +331,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeEstimateKernel(const __grid_constant__ StepHeader step) {
   using Worker = EstimateWorker<kDim, kValueDim, kChoice>;
   const typename Worker::Queries queries(step, blockIdx.x);
-  const TreeItem item(step, blockIdx.x);
+  const TreeItem item = *StoredItem(step, blockIdx.x);
   if (ChoiceOf(*item.row) != kChoice) return;
   if constexpr (kChoice == TreeChoice::kByHead) {
     if (PhaseOf(step, item.unit) == TreePhase::kDone) return;

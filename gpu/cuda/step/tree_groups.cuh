@@ -40,12 +40,10 @@ __device__ __forceinline__ void StoreGroupInfos(const StepHeader& step, const Tr
              item.tree->first_group_slot;
   const TreePart& part = item.tree->offsets.groups;
   const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
-  const uint32_t slots_end =
-      min(item.tree->group_slots, item.first_group() + item.row->tree_slice_groups);
-  for (uint32_t i = item.first_group() + threadIdx.x; i < slots_end; i += kTreeThreads) {
+  for (uint32_t i = item.first_group() + threadIdx.x; i < item.slots_end(); i += kTreeThreads) {
     TreeRowInfo info = {};
     if (i < groups) {
-      info = InfoOf(item, part, i);
+      info = StoredInfo(item, part, i).info();
       const uint32_t first = __ldg(members + i), next = __ldg(members + i + 1);
       info.place = first | (next - first) << 16;
     }
@@ -313,6 +311,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeGroupsKernel(const __grid_constant__ StepHeader step) {
   const TreeItem item(step, blockIdx.x);
   if (ChoiceOf(*item.row) == TreeChoice::kByMass) return;
+  StoreItem(step, item);
   PrefetchGroups<kDim, kValueDim>(item);
   auto* memory = reinterpret_cast<GroupsMemory<kDim, kValueDim>*>(block_memory);
   GroupsWorker<kDim, kValueDim>(step, item, memory).Run();

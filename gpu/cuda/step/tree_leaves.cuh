@@ -36,15 +36,34 @@ struct LeafItems {
   }
 };
 
-__device__ __forceinline__ void StoreLeafInfo(const StepHeader& step, const TreeItem& item,
-                                              const LeafItems& leaves) {
-  if (item.tile != 0) return;
-  const TreeScores places = TreeScoresOf(*item.row, step.group);
-  auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.leaves.info));
-  for (uint32_t i = leaves.begin + threadIdx.x; i < leaves.end; i += kTreeThreads) {
-    to[i] = InfoOf(item, item.tree->offsets.leaves, leaves.items[i] & 0xFFFF);
+// What choosing needs of an item's leaves: asked for at once, stored when nothing else is waited
+// for.
+class LeafInfos {
+ public:
+  __device__ __forceinline__ LeafInfos(const TreeItem& item, const LeafItems& leaves)
+      : item_(item), leaves_(leaves), own_(leaves.begin + threadIdx.x) {
+    if (own_ < leaves.end) asked_ = Ask(own_);
   }
-}
+  __device__ __forceinline__ void Store(const StepHeader& step) const {
+    if (item_.tile != 0) return;  // the other tiles store none
+    const TreeScores places = TreeScoresOf(*item_.row, step.group);
+    auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item_.unit, places.leaves.info));
+    if (own_ < leaves_.end) to[own_] = asked_.info();
+    for (uint32_t i = own_ + kTreeThreads; i < leaves_.end; i += kTreeThreads) {
+      to[i] = Ask(i).info();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ StoredInfo Ask(uint32_t i) const {
+    return StoredInfo(item_, item_.tree->offsets.leaves, leaves_.items[i] & 0xFFFF);
+  }
+
+  const TreeItem& item_;
+  const LeafItems& leaves_;
+  const uint32_t own_;  // the thread's first item
+  StoredInfo asked_;
+};
 
 __device__ __forceinline__ bool IsReopened(const StepHeader& step, const TreeItem& item) {
   return ChoiceOf(*item.row) == TreeChoice::kByHead &&
@@ -64,17 +83,18 @@ __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const Tr
       reinterpret_cast<const TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
       slot;
   const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + slot;
-  const uint32_t groups = item.groups_end(), step_of = pairs.row_step();
+  // Slots, as how many groups there are has to be looked up, too.
+  const uint32_t groups = item.groups_end(), slots = item.slots_end(), step_of = pairs.row_step();
   constexpr uint32_t kAtOnce = TilePairs::kPairs;
-  for (uint32_t first = item.first_group() + pairs.first(); first < groups;
+  for (uint32_t first = item.first_group() + pairs.first(); first < slots;
        first += kAtOnce * step_of) {
     float x[kAtOnce], norm2[kAtOnce];
 #pragma unroll
     for (uint32_t k = 0; k < kAtOnce; ++k) {
-      const uint32_t i = first + k * step_of, at = min(i, groups - 1);
+      const uint32_t i = first + k * step_of, at = min(i, slots - 1);
       const float mass = log_mass[at], norm = info[at].value_norm;
-      const bool closed = i < groups && fates[at] != kFateExact;
-      x[k] = closed ? mass : -INFINITY;
+      const uint8_t fate = fates[at];
+      x[k] = i < groups && fate != kFateExact ? mass : -INFINITY;
       norm2[k] = norm * norm;
     }
     totals->Add(x, norm2);
@@ -104,24 +124,21 @@ class LeavesWorker {
         queries_(queries) {}
 
   __device__ __forceinline__ void Run() {
-    if (leaves_.begin < leaves_.end) {
-      uint32_t first = leaves_.begin;
-      ScoredRows<kDim> rows(item_.head, part(), OwnRows(first));
-      queries_.Store(&memory_->q);
-      StoreLeafInfo(step_, item_, leaves_);
-      AddClosedGroups(step_, item_, pairs_, &totals_);
-      __syncthreads();
-      for (;;) {
-        AddTile(first, rows);
-        first += kTileRows;
-        if (first >= leaves_.end) break;
-        rows = ScoredRows<kDim>(item_.head, part(), OwnRows(first));
-        __syncthreads();  // products have been read
-      }
-    } else {
-      AddClosedGroups(step_, item_, pairs_, &totals_);
+    ScoredRows<kDim> rows(item_.head, part(), OwnRows(leaves_.begin));
+    const LeafInfos infos(item_, leaves_);
+    queries_.Store(&memory_->q);
+    AddClosedGroups(step_, item_, pairs_, &totals_);
+    __syncthreads();
+#pragma unroll 1
+    for (uint32_t first = leaves_.begin; first < leaves_.end;) {
+      AddTile(first, rows);
+      first += kTileRows;
+      if (first >= leaves_.end) break;
+      rows = ScoredRows<kDim>(item_.head, part(), OwnRows(first));
+      __syncthreads();  // products have been read
     }
     StorePartials();
+    infos.Store(step_);
   }
 
  private:
@@ -131,16 +148,15 @@ class LeavesWorker {
   }
   __device__ __forceinline__ void AddTile(uint32_t first, const ScoredRows<kDim>& rows) {
     const uint32_t count = min(leaves_.end - first, kTileRows);
-    uint32_t leaf[TilePairs::kPairs];
     RowNumbers numbers[TilePairs::kPairs];
     float norm2[TilePairs::kPairs];
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       const uint32_t row = pairs_.Row(k);
       if (row >= count) continue;
-      leaf[k] = leaves_.items[first + row] & 0xFFFF;
-      numbers[k] = NumbersOf(item_, part(), leaf[k]);
-      norm2[k] = __ldg(item_.Floats(part().value_norm2) + leaf[k]);
+      const uint32_t leaf = leaves_.items[first + row] & 0xFFFF;
+      numbers[k] = NumbersOf(item_, part(), leaf);
+      norm2[k] = __ldg(item_.Floats(part().value_norm2) + leaf);
     }
     if (threadIdx.x / 32 * kTreeRows < count) {
       MultiplyRows(
@@ -203,7 +219,7 @@ template <int kDim, int kValueDim, bool kReopened>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeLeavesKernel(const __grid_constant__ StepHeader step) {
   const StoredWords<kDim> queries(step, blockIdx.x);
-  const TreeItem item(step, blockIdx.x);
+  const TreeItem item = *StoredItem(step, blockIdx.x);
   if (kReopened && !IsReopened(step, item)) return;
   auto* memory = reinterpret_cast<LeavesMemory<kDim>*>(block_memory);
   LeavesWorker<kDim>(step, item, queries, memory).Run();

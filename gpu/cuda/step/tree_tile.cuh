@@ -115,14 +115,23 @@ struct LaneFactors {
   }
 };
 
-// What choosing needs of a row beside its score; place: of its first token.
-__device__ __forceinline__ TreeRowInfo InfoOf(const TreeItem& item, const TreePart& part,
-                                              uint32_t row) {
-  const auto* starts = reinterpret_cast<const uint32_t*>(item.head + part.starts) + row;
-  const uint32_t start = __ldg(starts), next = __ldg(starts + 1);
-  return {static_cast<float>(next - start), __ldg(item.Floats(part.spread) + row),
-          Sqrt(__ldg(item.Floats(part.value_norm2) + row)), start};
-}
+// What choosing needs of a row beside its score, as the index has it. place: of its first token.
+struct StoredInfo {
+  uint32_t start, next;
+  float spread, value_norm2;
+
+  StoredInfo() = default;
+  __device__ __forceinline__ StoredInfo(const TreeItem& item, const TreePart& part, uint32_t row) {
+    const auto* starts = reinterpret_cast<const uint32_t*>(item.head + part.starts) + row;
+    start = __ldg(starts);
+    next = __ldg(starts + 1);
+    spread = __ldg(item.Floats(part.spread) + row);
+    value_norm2 = __ldg(item.Floats(part.value_norm2) + row);
+  }
+  __device__ __forceinline__ TreeRowInfo info() const {
+    return {static_cast<float>(next - start), spread, Sqrt(value_norm2), start};
+  }
+};
 
 // ---- sums over a lane ----
 

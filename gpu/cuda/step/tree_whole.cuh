@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(kTreeThreads)
   __shared__ __align__(16) TreeQueryMaking<kDim> making;
   const TreeItem item(step, blockIdx.x);
   if (ChoiceOf(*item.row) != TreeChoice::kByMass) return;
+  StoreItem(step, item);
   OpenWhole(step, item);
   LoadTreeQueries<kDim>(step, item, &making, &queries);
   if (item.row->second_order != 0) {
