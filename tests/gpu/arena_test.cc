@@ -15,6 +15,7 @@
 
 #include "tests/attention/support.h"
 #include "tests/gpu/fake_device.h"
+#include "tests/gpu/fake_memory.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -111,6 +112,19 @@ TEST(ArenaDeathTest, AnAllocationMustNotOutliveItsArena) {
     arena->reset();
   };
   EXPECT_DEATH(outlive(), "outlives the page arena");
+}
+
+// Where no sanitizer looks on, too.
+TEST(FakeMemory, KillsWhoLeavesIt) {
+  constexpr size_t kBytes = 20000;
+  const auto touch = [](volatile std::byte* at) { *at = std::byte{1}; };
+  std::byte* const memory = TakeMemory(kBytes);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(memory) % 256, 0u);
+  EXPECT_NE(memory[kBytes - 1], std::byte{0});
+  touch(memory + kBytes - 1);
+  EXPECT_DEATH(touch(memory + (kBytes + 255) / 256 * 256), "");
+  GiveBackMemory(memory, kBytes);
+  EXPECT_DEATH(touch(memory), "");
 }
 
 }  // namespace

@@ -26,9 +26,6 @@
 namespace attnd::gpu::test {
 namespace {
 
-constexpr int kRubbish = 0xCD;
-constexpr size_t kAlignment = 256;
-
 // Everything that what a step launches follows from.
 std::string KindOfStep(const StepRun& run) {
   std::string kind(reinterpret_cast<const char*>(&run.header), sizeof(run.header));
@@ -306,24 +303,22 @@ class FakeDevice : public Device {
     }
     if (control_->broken_) return Fault();
     control_->allocated_bytes_ += bytes;
-    return Make(bytes, &control_->memory_);
+    return Take(bytes, &control_->memory_);
   }
   void Free(std::byte* memory) override {
     MutexLock lock(control_->mutex_);
     if (memory == nullptr) return;
     control_->allocated_bytes_ -= control_->memory_.at(memory);
-    control_->memory_.erase(memory);
-    std::free(memory);
+    GiveBack(memory, &control_->memory_);
   }
   absl::StatusOr<std::byte*> AllocatePinned(size_t bytes) override {
     MutexLock lock(control_->mutex_);
-    return Make(bytes, &control_->pinned_);
+    return Take(bytes, &control_->pinned_);
   }
   void FreePinned(std::byte* memory) override {
     MutexLock lock(control_->mutex_);
     if (memory == nullptr) return;
-    control_->pinned_.erase(memory);
-    std::free(memory);
+    GiveBack(memory, &control_->pinned_);
   }
   bool maps_host_memory() const override { return maps_host_memory_; }
   absl::Status MapHostMemory(const std::byte* memory, size_t bytes) override {
@@ -390,12 +385,17 @@ class FakeDevice : public Device {
   }
 
  private:
-  static std::byte* Make(size_t bytes, std::map<const std::byte*, uint64_t>* blocks) {
-    const size_t whole = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    auto* memory = static_cast<std::byte*>(std::aligned_alloc(kAlignment, whole));
-    std::memset(memory, kRubbish, whole);
+  using Blocks = std::map<const std::byte*, uint64_t>;
+  static std::byte* Take(size_t bytes, Blocks* blocks) {
+    std::byte* const memory = TakeMemory(bytes);
     blocks->emplace(memory, bytes);
     return memory;
+  }
+  static void GiveBack(std::byte* memory, Blocks* blocks) {
+    const auto block = blocks->find(memory);
+    ASSERT_TRUE(block != blocks->end());
+    GiveBackMemory(memory, block->second);
+    blocks->erase(block);
   }
 
   const std::string name_ = "fake", uuid_ = kFakeUuid;

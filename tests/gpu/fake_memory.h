@@ -14,6 +14,12 @@ namespace attnd::gpu::test {
 
 inline absl::Status Fault() { return absl::InternalError("the fake device has failed"); }
 
+// Memory that is full of rubbish, on a boundary of 256 bytes. A system page behind it belongs to
+// nobody, and nor does what was given back, whose addresses never come again: who touches them
+// dies.
+std::byte* TakeMemory(size_t bytes);
+void GiveBackMemory(std::byte* memory, size_t bytes);
+
 // blocks: bytes by address.
 inline bool Inside(const std::map<const std::byte*, uint64_t>& blocks, const void* address,
                    uint64_t bytes) {
