@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
@@ -12,6 +12,11 @@
 namespace attnd::gpu::test {
 namespace {
 
+using reference::Add;
+using reference::AddSquares;
+using reference::Matrix;
+using reference::MeanOf;
+using reference::Members;
 using reference::Vector;
 using reference::Write;
 
@@ -42,56 +47,26 @@ class Head {
   void Cluster() {
     const uint32_t n = job_.tokens - job_.unclustered;
     const uint32_t k = job_.max_clusters;
-    std::vector<Vector> points;
-    Vector mean(shape_.head_dim, 0.0);
-    for (uint32_t i = 0; i < n; ++i) {
-      points.push_back(tokens_.Key(job_.unclustered + i));
-      for (size_t c = 0; c < mean.size(); ++c) mean[c] += points[i][c] / n;
-    }
-    for (Vector& point : points) {
-      for (size_t c = 0; c < mean.size(); ++c) point[c] -= mean[c];
-    }
-    std::vector<Vector> centres;
+    Matrix points;
+    for (uint32_t i = 0; i < n; ++i) points.push_back(tokens_.Key(job_.unclustered + i));
+    Members all(n);
+    std::iota(all.begin(), all.end(), 0u);
+    const Vector mean = MeanOf(points, all);
+    for (Vector& point : points) Add(-1, mean, &point);
+    Matrix centres;
     for (uint64_t c = 0; c < k; ++c) centres.push_back(points[c * n / k]);
-    std::vector<uint32_t> assignment(n);
+    std::vector<Members> clusters;
     for (int iteration = 0; iteration < kIterations; ++iteration) {
-      if (iteration > 0) Move(points, assignment, &centres);
-      for (uint32_t i = 0; i < n; ++i) assignment[i] = Closest(points[i], centres);
+      for (size_t c = 0; c < clusters.size(); ++c) {
+        if (!clusters[c].empty()) centres[c] = MeanOf(points, clusters[c]);
+      }
+      clusters.assign(k, {});
+      const Members assignment = reference::Assign(points, centres);
+      for (uint32_t i = 0; i < n; ++i) clusters[assignment[i]].push_back(i);
     }
-    std::vector<std::vector<uint32_t>> all(k);
-    for (uint32_t i = 0; i < n; ++i) all[assignment[i]].push_back(job_.unclustered + i);
-    for (auto& members : all) {
+    for (Members& members : clusters) {
+      for (uint32_t& member : members) member += job_.unclustered;
       if (!members.empty()) members_.push_back(std::move(members));
-    }
-  }
-
-  static uint32_t Closest(const Vector& point, const std::vector<Vector>& centres) {
-    double least = std::numeric_limits<double>::infinity();
-    uint32_t closest = 0;
-    for (uint32_t c = 0; c < centres.size(); ++c) {
-      double distance = 0;
-      for (size_t i = 0; i < point.size(); ++i) {
-        distance += (point[i] - centres[c][i]) * (point[i] - centres[c][i]);
-      }
-      if (distance < least) {
-        least = distance;
-        closest = c;
-      }
-    }
-    return closest;
-  }
-
-  static void Move(const std::vector<Vector>& points, const std::vector<uint32_t>& assignment,
-                   std::vector<Vector>* centres) {
-    for (uint32_t c = 0; c < centres->size(); ++c) {
-      Vector sum(points[0].size(), 0.0);
-      double count = 0;
-      for (size_t i = 0; i < points.size(); ++i) {
-        if (assignment[i] != c) continue;
-        ++count;
-        for (size_t j = 0; j < sum.size(); ++j) sum[j] += points[i][j];
-      }
-      for (size_t j = 0; j < sum.size() && count > 0; ++j) (*centres)[c][j] = sum[j] / count;
     }
   }
 
@@ -110,25 +85,22 @@ class Head {
 
   void Summarise(uint32_t c) {
     const double size = static_cast<double>(members_[c].size());
-    Vector key_mean(shape_.head_dim, 0.0), value_mean(shape_.value_dim, 0.0);
+    Matrix keys, values;
     for (const uint32_t token : members_[c]) {
-      const Vector key = tokens_.Key(token);
-      const Vector value = tokens_.Value(token);
-      for (size_t i = 0; i < key.size(); ++i) key_mean[i] += key[i] / size;
-      for (size_t i = 0; i < value.size(); ++i) value_mean[i] += value[i] / size;
+      keys.push_back(tokens_.Key(token));
+      values.push_back(tokens_.Value(token));
     }
+    Members all(keys.size());
+    std::iota(all.begin(), all.end(), 0u);
+    const Vector key_mean = MeanOf(keys, all), value_mean = MeanOf(values, all);
     Vector deviation(shape_.head_dim, 0.0);
-    double spread2 = 0, norm2 = 0;
-    for (const uint32_t token : members_[c]) {
-      const Vector key = tokens_.Key(token);
-      const Vector value = tokens_.Value(token);
-      for (size_t i = 0; i < key.size(); ++i)
-        deviation[i] += std::pow(key[i] - key_mean[i], 2) / size;
-      for (size_t i = 0; i < value.size(); ++i) {
-        spread2 += std::pow(value[i] - value_mean[i], 2) / size;
-      }
+    double spread2 = 0;
+    for (const uint32_t i : all) {
+      Add(-1, key_mean, &keys[i]);
+      AddSquares(1 / size, keys[i], &deviation);
+      spread2 += reference::Distance2(values[i], value_mean) / size;
     }
-    for (const double v : value_mean) norm2 += v * v;
+    const double norm2 = reference::Dot(value_mean, value_mean);
     double greatest = 0;
     for (double& d : deviation) greatest = std::max(greatest, d = std::sqrt(d));
     const uint32_t half = shape_.head_dim / 2;
@@ -156,7 +128,7 @@ class Head {
   const IndexJob& job_;
   std::byte* const index_;
   const reference::JobTokens tokens_;
-  std::vector<std::vector<uint32_t>> members_;  // tokens of each cluster
+  std::vector<Members> members_;  // tokens of each cluster
 };
 
 }  // namespace

@@ -1,12 +1,54 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/gpu/job_reference.h"
 
+#include <glog/logging.h>
+
+#include <limits>
+
+#include "tests/gpu/row_sums.h"
+
 namespace attnd::gpu::test::reference {
 namespace {
 
 constexpr uint32_t kTailBlock = 64;  // tokens
 
 }  // namespace
+
+double Distance2(const Vector& a, const Vector& b) {
+  CHECK_EQ(a.size(), b.size());
+  return SumOfSquares(a.data(), b.data(), a.size(), std::numeric_limits<double>::infinity());
+}
+
+void Add(double factor, const Vector& row, Vector* to) {
+  CHECK_EQ(row.size(), to->size());
+  AddProducts(factor, row.data(), row.size(), to->data());
+}
+
+void AddSquares(double factor, const Vector& row, Vector* to) {
+  CHECK_EQ(row.size(), to->size());
+  AddSquares(factor, row.data(), row.size(), to->data());
+}
+
+Vector MeanOf(const Matrix& rows, const Members& members) {
+  Vector mean(rows[0].size(), 0.0);
+  for (const uint32_t m : members) Add(1 / static_cast<double>(members.size()), rows[m], &mean);
+  return mean;
+}
+
+Members Assign(const Matrix& points, const Matrix& centres) {
+  std::vector<const double*> rows;
+  for (const Vector& centre : centres) {
+    CHECK_EQ(centre.size(), points[0].size());
+    rows.push_back(centre.data());
+  }
+  Members assignment;
+  for (const Vector& point : points) {
+    CHECK_EQ(point.size(), points[0].size());
+    assignment.push_back(
+        static_cast<uint32_t>(Closest(point.data(), rows.data(), rows.size(), point.size())));
+  }
+  return assignment;
+}
 
 JobTokens::JobTokens(const KernelShape& shape, const IndexJob& job, uint32_t kv_head)
     : pages_(shape), to_(job.pages + kv_head * job.pages_head_bytes) {

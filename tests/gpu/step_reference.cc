@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/gpu/row_sums.h"
 #include "tests/gpu/tree_reference.h"
 #include "tests/gpu/unit_reference.h"
 
@@ -23,7 +24,6 @@ using reference::Read;
 using reference::ShareIn;
 using reference::ShareOf;
 using reference::Softmax;
-using reference::Token;
 using reference::Unit;
 using reference::Variances;
 using reference::Vector;
@@ -43,10 +43,7 @@ class Lanes {
   explicit Lanes(const Unit& unit) : unit_(unit), row_(unit.row) {}
 
   void Run(bool one_more_exact, UnitResult* result, uint8_t* fates) {
-    const std::vector<Token> tokens = unit_.ReadTokens();
-    for (uint32_t head = 0; head < heads(); ++head) {
-      zones_.push_back(unit_.StateOf(head, tokens));
-    }
+    zones_ = unit_.ReadTokens();
     if (row_.kind == UnitKind::kClusters) {
       ReadClusters();
       Score();
@@ -92,15 +89,13 @@ class Lanes {
     for (const Vector& query : unit_.queries) {
       Vector& log_mass = log_mass_.emplace_back();
       Vector& d2 = d2_.emplace_back();
+      const double scale = unit_.header.softmax_scale;
+      Vector squares(query.size(), 0.0);
+      reference::AddSquares(scale * scale, query.data(), query.size(), squares.data());
       for (const Cluster& cluster : clusters_) {
-        double variance = 0;
-        for (size_t c = 0; c < query.size(); ++c) {
-          const double q = query[c] * unit_.header.softmax_scale;
-          variance += q * q * cluster.variance[c];
-        }
-        d2.push_back(row_.second_order != 0 ? variance : 0);
-        log_mass.push_back(unit_.header.softmax_scale * Dot(query, cluster.centroid) +
-                           cluster.log_size + std::min(d2.back(), kVarianceMax) / 2);
+        d2.push_back(row_.second_order != 0 ? Dot(squares, cluster.variance) : 0);
+        log_mass.push_back(scale * Dot(query, cluster.centroid) + cluster.log_size +
+                           std::min(d2.back(), kVarianceMax) / 2);
       }
     }
   }

@@ -3,53 +3,30 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
+#include <utility>
 #include <vector>
 
-#include "glog/logging.h"
 #include "tests/gpu/job_reference.h"
 #include "tests/gpu/row_sums.h"
 
 namespace attnd::gpu::test {
 namespace {
 
+using reference::Add;
+using reference::AddSquares;
+using reference::Distance2;
+using reference::Dot;
+using reference::Matrix;
+using reference::MeanOf;
+using reference::Members;
 using reference::Vector;
 using reference::Write;
-using Matrix = std::vector<Vector>;
-using Members = std::vector<uint32_t>;  // tokens or points, ascending
 
 constexpr int kIterations = 10;
 
 void WriteFloat(std::byte* base, uint64_t index, double value) {
   Write<float>(base, index, static_cast<float>(value));
-}
-
-// ---- sums over rows ----
-
-// The square of the distance, or a part of it that is `enough`.
-double Distance2(const Vector& a, const Vector& b,
-                 double enough = std::numeric_limits<double>::infinity()) {
-  CHECK_EQ(a.size(), b.size());
-  return reference::SumOfSquares(a.data(), b.data(), a.size(), enough);
-}
-
-double Product(const Vector& a, const Vector& b) {
-  CHECK_EQ(a.size(), b.size());
-  return reference::SumOfProducts(a.data(), b.data(), a.size());
-}
-
-// Adds `factor` times `row` to `to`.
-void Add(double factor, const Vector& row, Vector* to) {
-  CHECK_EQ(row.size(), to->size());
-  reference::AddProducts(factor, row.data(), row.size(), to->data());
-}
-
-// The mean of those of `rows` that `members` names.
-Vector MeanOf(const Matrix& rows, const Members& members) {
-  Vector mean(rows[0].size(), 0.0);
-  for (const uint32_t m : members) Add(1 / static_cast<double>(members.size()), rows[m], &mean);
-  return mean;
 }
 
 // ---- k-means ----
@@ -83,27 +60,16 @@ std::vector<Members> KMeans(const Matrix& points, size_t count) {
   const size_t n = points.size(), early = count - count / 4;
   Matrix centres;
   for (size_t c = 0; c < early; ++c) centres.push_back(points[c * n / early]);
-  Members assignment(n);
+  Members assignment;
   std::vector<Members> clusters;
   for (int iteration = 0; iteration < kIterations; ++iteration) {
     for (size_t c = 0; c < clusters.size(); ++c) {
       if (!clusters[c].empty()) centres[c] = MeanOf(points, clusters[c]);
     }
     if (iteration == kIterations / 2) Split(points, assignment, count, &centres);
+    assignment = reference::Assign(points, centres);
     clusters.assign(centres.size(), {});
-    for (uint32_t i = 0; i < n; ++i) {
-      uint32_t closest = 0;
-      double least = std::numeric_limits<double>::infinity();
-      for (uint32_t c = 0; c < centres.size(); ++c) {
-        const double distance = Distance2(points[i], centres[c], least);
-        if (distance < least) {
-          least = distance;
-          closest = c;
-        }
-      }
-      assignment[i] = closest;
-      clusters[closest].push_back(i);
-    }
+    for (uint32_t i = 0; i < n; ++i) clusters[assignment[i]].push_back(i);
   }
   std::erase_if(clusters, [](const Members& members) { return members.empty(); });
   return clusters;
@@ -130,50 +96,39 @@ Members Divide(const std::vector<Members>& groups, size_t leaves) {
 
 // ---- axes ----
 
-// Rotates rows and columns p and q so that nothing is between them.
-void Rotate(size_t p, size_t q, Matrix* matrix, Matrix* axes) {
-  Matrix& m = *matrix;
-  const double angle = 0.5 * std::atan2(2 * m[p][q], m[p][p] - m[q][q]);
-  const double c = std::cos(angle), s = std::sin(angle);
-  for (size_t k = 0; k < m.size(); ++k) {
-    const double a = m[k][p], b = m[k][q];
-    m[k][p] = c * a + s * b;
-    m[k][q] = c * b - s * a;
-  }
-  for (Matrix* each : {matrix, axes}) {
-    for (size_t k = 0; k < m.size(); ++k) {
-      const double a = (*each)[p][k], b = (*each)[q][k];
-      (*each)[p][k] = c * a + s * b;
-      (*each)[q][k] = c * b - s * a;
-    }
-  }
-}
-
-// Rows: unit vectors by descending eigenvalue.
-Matrix Eigenvectors(Matrix matrix) {
-  const size_t n = matrix.size();
-  Matrix axes(n, Vector(n, 0.0));
+// Rows: unit vectors by descending eigenvalue. Jacobi's rotations of the whole matrix, row by row.
+Matrix Eigenvectors(Vector matrix, size_t n) {
+  Vector axes(n * n, 0.0);
   double trace = 0;
   for (size_t i = 0; i < n; ++i) {
-    axes[i][i] = 1;
-    trace += matrix[i][i];
+    axes[i * n + i] = 1;
+    trace += matrix[i * n + i];
   }
   for (bool rotated = true; rotated;) {
     rotated = false;
     for (size_t p = 0; p < n; ++p) {
+      double* const row = &matrix[p * n];
       for (size_t q = p + 1; q < n; ++q) {
-        if (!(std::abs(matrix[p][q]) > 1e-9 * trace)) continue;
+        if (!(std::abs(row[q]) > 1e-9 * trace)) continue;
         rotated = true;
-        Rotate(p, q, &matrix, &axes);
+        double* const other = &matrix[q * n];
+        const double angle = 0.5 * std::atan2(2 * row[q], row[p] - other[q]);
+        const double c = std::cos(angle), s = std::sin(angle);
+        reference::Turn(c, s, n, n, &matrix[p], &matrix[q]);
+        reference::Turn(c, s, n, 1, row, other);
+        reference::Turn(c, s, n, 1, &axes[p * n], &axes[q * n]);
       }
     }
   }
   std::vector<size_t> order(n);
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return matrix[a][a] > matrix[b][b]; });
+            [&](size_t a, size_t b) { return matrix[a * n + a] > matrix[b * n + b]; });
   Matrix sorted;
-  for (const size_t i : order) sorted.push_back(axes[i]);
+  for (const size_t i : order) {
+    const auto begin = axes.begin() + static_cast<ptrdiff_t>(i * n);
+    sorted.emplace_back(begin, begin + static_cast<ptrdiff_t>(n));
+  }
   return sorted;
 }
 
@@ -219,13 +174,13 @@ class TreeHead {
     const double value_scale = 0.5 * InverseLength(values_, value_base_);
     Matrix points;
     for (size_t i = 0; i < keys_.size(); ++i) {
-      Vector& point = points.emplace_back();
-      for (size_t c = 0; c < shape_.head_dim; ++c) {
-        point.push_back((keys_[i][c] - key_base_[c]) * key_scale);
-      }
-      for (size_t c = 0; c < shape_.value_dim; ++c) {
-        point.push_back((values_[i][c] - value_base_[c]) * value_scale);
-      }
+      Vector point = keys_[i], value = values_[i];
+      Add(-1, key_base_, &point);
+      Add(-1, value_base_, &value);
+      reference::Scale(key_scale, point.data(), point.size());
+      reference::Scale(value_scale, value.data(), value.size());
+      point.insert(point.end(), value.begin(), value.end());
+      points.push_back(std::move(point));
     }
     group_tokens_ = KMeans(points, job_.max_groups);
     const Members shares = Divide(group_tokens_, job_.max_clusters);
@@ -291,17 +246,18 @@ class TreeHead {
   }
 
   void FindAxes() {
-    Matrix moments(shape_.head_dim, Vector(shape_.head_dim, 0.0));
+    const size_t n = shape_.head_dim;
+    Vector moments(n * n, 0.0);
     for (const Vector& key : key_rest_) {
-      for (size_t a = 0; a < key.size(); ++a) Add(key[a], key, &moments[a]);
+      for (size_t a = 0; a < n; ++a) reference::AddProducts(key[a], key.data(), n, &moments[a * n]);
     }
-    axes_ = Eigenvectors(std::move(moments));
+    axes_ = Eigenvectors(std::move(moments), n);
     for (size_t a = 0; a < axes_.size(); ++a) StoreRow(job_.tree.axes, a, &axes_[a]);
   }
 
   Vector Turned(const Vector& key) const {
     Vector result;
-    for (const Vector& axis : axes_) result.push_back(Product(axis, key));
+    for (const Vector& axis : axes_) result.push_back(Dot(axis, key));
     return result;
   }
 
@@ -310,8 +266,8 @@ class TreeHead {
     slopes_.assign(shape_.head_dim, Vector(shape_.value_dim, 0.0));
     for (size_t i = 0; i < keys_.size(); ++i) {
       const Vector y = Turned(key_rest_[i]);
+      AddSquares(1, y, &squares);
       for (size_t a = 0; a < y.size(); ++a) {
-        squares[a] += y[a] * y[a];
         Add(y[a], value_rest_[i], &slopes_[a]);
       }
     }
@@ -357,8 +313,8 @@ class TreeHead {
         Add(-1, value, &rest);
         const Vector y = Turned(difference);
         for (size_t a = 0; a < y.size(); ++a) Add(-y[a], slopes_[a], &rest);
-        rest2 += Product(rest, rest) / size;
-        for (size_t a = 0; a < y.size(); ++a) variance[a] += y[a] * y[a] / size;
+        rest2 += Dot(rest, rest) / size;
+        AddSquares(1 / size, y, &variance);
       }
       StoreBytes(part.centroids, part.centroid_scales, i, key, key_base_);
       const Vector stored =
@@ -366,7 +322,7 @@ class TreeHead {
       StoreVariances(part, i, variance);
       WriteFloat(index_ + part.log_size, i, std::log(size));
       WriteFloat(index_ + part.spread, i, std::sqrt(rest2));
-      WriteFloat(index_ + part.value_norm2, i, Product(stored, stored));
+      WriteFloat(index_ + part.value_norm2, i, Dot(stored, stored));
     }
   }
 

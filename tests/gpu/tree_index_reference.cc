@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/gpu/tree_index_reference.h"
 
+#include <cstring>
 #include <utility>
+#include <vector>
+
+#include "tests/gpu/row_sums.h"
 
 namespace attnd::gpu::test::reference {
 namespace {
 
 Vector ByteRow(const std::byte* codes, double scale, const Vector& base, size_t row) {
+  std::vector<int8_t> own(base.size());
+  std::memcpy(own.data(), codes + row * own.size(), own.size());
   Vector values = base;
-  for (size_t c = 0; c < base.size(); ++c) {
-    values[c] += scale * Read<int8_t>(codes, row * base.size() + c);
-  }
+  AddBytes(scale, own.data(), own.size(), values.data());
   return values;
 }
 

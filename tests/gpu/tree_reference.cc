@@ -24,7 +24,6 @@ using reference::Norm;
 using reference::ShareIn;
 using reference::ShareOf;
 using reference::Softmax;
-using reference::Token;
 using reference::Tree;
 using reference::TreesOfStep;
 using reference::Unit;
@@ -66,7 +65,7 @@ class TreeLanes {
         by_mass_(unit.row.cut == CutKind::kTopK || unit.row.cut == CutKind::kTopP),
         by_head_(unit.row.cut == CutKind::kHeadBudget),
         limited_(std::isfinite(unit.row.tolerance)),
-        zones_(StatesOfZones(unit)) {
+        zones_(unit.ReadTokens()) {
     for (uint32_t s = 0; s < unit.row.segment_count; ++s) trees_.push_back(&trees->Of(unit, s));
   }
 
@@ -110,15 +109,6 @@ class TreeLanes {
 
  private:
   using Marks = std::vector<bool>;
-
-  static std::vector<Softmax> StatesOfZones(const Unit& unit) {
-    const std::vector<Token> tokens = unit.ReadTokens();
-    std::vector<Softmax> states;
-    for (uint32_t head = 0; head < unit.queries.size(); ++head) {
-      states.push_back(unit.StateOf(head, tokens));
-    }
-    return states;
-  }
 
   size_t heads() const { return unit_.queries.size(); }
   uint8_t FateOf(size_t i) const {
@@ -337,13 +327,14 @@ class TreeLanes {
     scores_.clear();
     for (uint32_t head = 0; head < heads(); ++head) {
       Scores& scores = scores_.emplace_back();
-      std::vector<Vector> rotated;
-      for (uint32_t s = 0; s < trees_.size(); ++s) rotated.push_back(Rotated(head, s));
+      std::vector<Vector> squares;  // of the rotated query's numbers
+      for (uint32_t s = 0; s < trees_.size(); ++s) {
+        const Vector rotated = Rotated(head, s);
+        Vector& own = squares.emplace_back(rotated.size(), 0.0);
+        reference::AddSquares(1, rotated.data(), rotated.size(), own.data());
+      }
       for (const Item* item : items_) {
-        double d2 = 0;
-        for (size_t a = 0; a < item->variance.size(); ++a) {
-          d2 += std::pow(rotated[item->segment][a], 2) * item->variance[a];
-        }
+        const double d2 = Dot(squares[item->segment], item->variance);
         scores.d2.push_back(d2);
         scores.log_mass.push_back(unit_.header.softmax_scale *
                                       Dot(unit_.queries[head], item->centroid) +

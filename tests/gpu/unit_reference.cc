@@ -16,6 +16,25 @@ namespace {
 constexpr uint32_t kPage = 16;       // tokens
 constexpr uint32_t kTailBlock = 64;  // tokens
 
+// Adds tokens to the heads' states. One memory holds each token in turn.
+class TokenReader {
+ public:
+  TokenReader(const Unit& unit, std::vector<Softmax>* states)
+      : unit_(unit), states_(*states), key_(unit.shape.head_dim), value_(unit.shape.value_dim) {}
+  void Add(const std::byte* pages, uint64_t token) {
+    LoadTo(unit_.shape.dtype, pages + unit_.pages.key_at(token), &key_);
+    LoadTo(unit_.shape.dtype, pages + unit_.pages.value_at(token), &value_);
+    for (size_t head = 0; head < states_.size(); ++head) {
+      states_[head].Add(unit_.header.softmax_scale * Dot(unit_.queries[head], key_), value_);
+    }
+  }
+
+ private:
+  const Unit& unit_;
+  std::vector<Softmax>& states_;  // [group]
+  Vector key_, value_;
+};
+
 }  // namespace
 
 double Dot(const Vector& a, const Vector& b) {
@@ -108,14 +127,10 @@ double ShareIn(const Softmax& part, double lse) {
 }
 
 Vector Variances(const std::byte* codes, double unit, uint32_t head_dim) {
-  Vector variances;
-  variances.reserve(head_dim);
-  const uint32_t half = head_dim / 2;
-  for (uint32_t j = 0; j < head_dim; ++j) {
-    const auto byte = std::to_integer<uint32_t>(codes[j % half]);
-    const double code = j < half ? byte % 16 : byte / 16;
-    variances.push_back(unit * code * code);
-  }
+  std::vector<uint8_t> own(head_dim / 2);
+  std::memcpy(own.data(), codes, own.size());
+  Vector variances(head_dim);
+  SquareHalves(unit, own.data(), own.size(), variances.data());
   return variances;
 }
 
@@ -159,37 +174,28 @@ const std::byte* Unit::IndexOf(uint32_t s) const {
   return SegmentAt(s).index + kv_head * SegmentAt(s).index_head_bytes;
 }
 
-std::vector<Token> Unit::ReadTokens() const {
-  std::vector<Token> tokens;
+std::vector<Softmax> Unit::ReadTokens() const {
+  std::vector<Softmax> states(queries.size(), Softmax(shape.value_dim));
+  TokenReader reader(*this, &states);
   for (uint32_t s = 0; s < row.segment_count; ++s) {
     const SegmentRef& segment = SegmentAt(s);
     const uint32_t end = row.kind == UnitKind::kDense ? segment.tokens : segment.unclustered;
-    for (uint32_t t = 0; t < end; ++t) {
-      tokens.push_back({pages.key(PagesOf(s), t), pages.value(PagesOf(s), t)});
-    }
+    for (uint32_t t = 0; t < end; ++t) reader.Add(PagesOf(s), t);
   }
   const uint32_t limit = row.tail_limit + token * row.causal;
   for (uint32_t t = row.tail_begin; t < limit; ++t) {
     const std::byte* block = header.tail_blocks[row.tail_blocks_begin + t / kTailBlock] +
                              kv_head * header.tail_block_head_bytes;
-    tokens.push_back({pages.key(block, t % kTailBlock), pages.value(block, t % kTailBlock)});
+    reader.Add(block, t % kTailBlock);
   }
-  return tokens;
-}
-
-Softmax Unit::StateOf(uint32_t head, const std::vector<Token>& tokens) const {
-  Softmax state(shape.value_dim);
-  for (const Token& t : tokens) {
-    state.Add(header.softmax_scale * Dot(queries[head], t.key), t.value);
-  }
-  return state;
+  return states;
 }
 
 void Unit::AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
                      std::vector<Softmax>* states) const {
   const bool in_file = SegmentAt(segment).in_file != 0;
   const std::byte* from = PagesOf(segment);
-  Vector key(shape.head_dim), value(shape.value_dim);  // one memory for all tokens
+  TokenReader reader(*this, states);
   for (uint32_t t = begin; t < end; ++t) {
     if (in_file) {
       if (t == begin || t % kPage == 0) {
@@ -197,12 +203,7 @@ void Unit::AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
       }
       files->CountToken();
     }
-    const uint64_t at = in_file ? t % kPage : t;
-    LoadTo(shape.dtype, from + pages.key_at(at), &key);
-    LoadTo(shape.dtype, from + pages.value_at(at), &value);
-    for (size_t head = 0; head < queries.size(); ++head) {
-      (*states)[head].Add(header.softmax_scale * Dot(queries[head], key), value);
-    }
+    reader.Add(from, in_file ? t % kPage : t);
   }
 }
 

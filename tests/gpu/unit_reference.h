@@ -74,10 +74,6 @@ struct Pages {
   const uint64_t key_bytes, value_bytes;
 };
 
-struct Token {
-  Vector key, value;
-};
-
 // One (row, query token, KV head); its lanes are the KV head's query heads.
 struct Unit {
   // files: finds pages of segments in files; null if the step has none.
@@ -89,9 +85,8 @@ struct Unit {
   const SegmentRef& SegmentAt(uint32_t s) const { return header.segments[row.segments_begin + s]; }
   const std::byte* PagesOf(uint32_t s) const;
   const std::byte* IndexOf(uint32_t s) const;
-  // What the unit reads whatever it chooses: of a dense row, everything.
-  std::vector<Token> ReadTokens() const;
-  Softmax StateOf(uint32_t head, const std::vector<Token>& tokens) const;
+  // Each head's softmax over what the unit reads whatever it chooses: of a dense row, everything.
+  std::vector<Softmax> ReadTokens() const;
   // Adds tokens [begin, end) of a segment's order to each head's state.
   void AddTokens(uint32_t segment, uint32_t begin, uint32_t end,
                  std::vector<Softmax>* states) const;
