@@ -28,9 +28,6 @@ using attention::SegmentBuilder;
 // Between two looks at the gate; below the limit of 1 ms that a waiting step may be held up.
 constexpr std::chrono::microseconds kQuantum{700};
 
-// How often a prefill that waits for another looks whether it is still wanted.
-constexpr std::chrono::microseconds kCancelPoll{20000};
-
 // Steps go first when builders and steps want the same core: builders on a CPU are nicer than the
 // thread that starts them, which has the process's own niceness. Advice only; beyond 19 the system
 // takes it for 19.

@@ -15,9 +15,6 @@ namespace {
 // Between two looks for uploads that nobody goes on with.
 constexpr std::chrono::milliseconds kIdlePoll{500};
 
-// How often a prompt's end that waits looks whether it is still wanted.
-constexpr std::chrono::milliseconds kCancelPoll{20};
-
 using Clock = std::chrono::steady_clock;
 
 uint64_t EndOf(const SegmentJob& job) { return job.view->tail_begin + job.tokens; }

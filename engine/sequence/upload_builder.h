@@ -24,6 +24,10 @@
 
 namespace attnd::engine {
 
+// How often a prompt's end that waits, for its own upload or for another prefill, looks whether it
+// is still wanted.
+inline constexpr std::chrono::milliseconds kCancelPoll{20};
+
 // A prompt that a model computes layer by layer is on its way for as long as the model computes.
 // What a device would need then, at the prompt's end, to build its segments, it can do meanwhile:
 // the runs that become segments are known once the first layer is there (Sequence::UploadedRun). Of

@@ -35,11 +35,12 @@ ELSEWHERE = re.compile(r"gpu/(.*/)?(cuda/.*|no_cuda_device\.cc)")
 INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+["<]([^">]+)[">]', re.MULTILINE)
 IMPORT = re.compile(rb'^[ \t]*import[ \t]+(?:public[ \t]+)?"([^"]+)"', re.MULTILINE)
 GENERATED = re.compile(r"(\.grpc)?\.pb\.h$")
-# What cannot stand beside others in one source: Highway's sources, which include themselves, and programs' functions.
-ALONE = re.compile(rb"HWY_TARGET_INCLUDE|^int main\(", re.MULTILINE)
+# Highway's sources, which include themselves, cannot stand beside others in one source, nor two programs.
+ALONE = re.compile(rb"HWY_TARGET_INCLUDE")
+PROGRAM = re.compile(rb"^int main\(", re.MULTILINE)
 # Without the analyzer, and without the check that has something against a group's includes.
 SHORT_CHECKS = "--checks=-clang-analyzer-*,-bugprone-suspicious-include"
-TOGETHER = 8  # sources in a group; more save little and make a failure dear
+TOGETHER = 16  # sources in a group; of more, too many have names of their own in common
 KEPT = 20_000  # files in CACHE
 
 
@@ -49,6 +50,7 @@ class Source:
     command: str  # of the compiler, with neither the source nor its object
     key: str
     alone: bool  # not to be checked in a group
+    program: bool
 
 
 class Includes:
@@ -104,8 +106,9 @@ def read_commands(root: pathlib.Path, build: pathlib.Path) -> dict[str, str]:
         name = os.path.relpath(entry["file"], root)
         words = entry.get("command", "").split()
         kept = [word for before, word in zip([""] + words, words)
-                if before != "-o" and word not in ("-o", "-c", entry["file"])]
-        commands[name] = " ".join(kept)
+                if before != "-o" and word not in ("-o", "-c", "-pthread", entry["file"])]
+        # Last: CMake puts it where the library stands that brings it.
+        commands[name] = " ".join(kept + ["-pthread"] * ("-pthread" in words))
     return commands
 
 
@@ -124,7 +127,9 @@ def find_sources(root: pathlib.Path, build: pathlib.Path) -> tuple[list[Source],
         if name in commands:
             command = commands[name].replace(str(build), "BUILD").replace(str(root), "ROOT")
             key = digest(salt, name, command, includes.digest(name))
-            sources.append(Source(name, commands[name], key, ALONE.search(path.read_bytes()) is not None))
+            text = path.read_bytes()
+            alone, program = (kind.search(text) is not None for kind in (ALONE, PROGRAM))
+            sources.append(Source(name, commands[name], key, alone, program))
         elif ELSEWHERE.fullmatch(name):
             elsewhere += 1
         else:
@@ -173,7 +178,11 @@ class Checker:
                 by_command.setdefault(source.command, []).append(source)
         for equal in by_command.values():
             count = -(-len(equal) // TOGETHER)
-            groups += [equal[len(equal) * i // count:len(equal) * (i + 1) // count] for i in range(count)]
+            programs = [source for source in equal if source.program]
+            others = [source for source in equal if not source.program]
+            for i in range(max(count, len(programs))):
+                part = others[len(others) * i // count:len(others) * (i + 1) // count]
+                groups.append(part + programs[i:i + 1])
         return sorted(groups, key=len, reverse=True)
 
     def _check_group(self, group: list[Source]) -> dict[str, str]:

@@ -149,11 +149,30 @@ def test_sources_that_cannot_stand_together_pass_apart(tree):
     assert tree.run()[1] == set()
 
 
-def test_programs_and_sources_of_other_commands_stand_alone(tree):
-    tree.files["common/none.cc"] += "int main() {}\n"
+def groups_of(calls: list[str]) -> list[str]:
+    return sorted(call.split(".cc ", 1)[1] for call in calls)
+
+
+def test_sources_of_other_commands_stand_apart(tree):
     tree.commands["common/of_a.cc"] += " -DX"
-    calls = [call.split(".cc ", 1)[1] for call in tree.run()[2]]
-    assert sorted(calls) == ["none.cc", "of_a.cc", "of_b.cc of_x.cc"]
+    assert groups_of(tree.run()[2]) == ["none.cc of_b.cc of_x.cc", "of_a.cc"]
+
+
+def test_where_a_thread_library_is_named_makes_no_other_command(tree):
+    tree.commands["common/of_a.cc"] += " -pthread -DX"
+    tree.commands["common/of_b.cc"] += " -DX -pthread"
+    assert groups_of(tree.run()[2]) == ["none.cc of_x.cc", "of_a.cc of_b.cc"]
+
+
+def test_two_programs_do_not_stand_together(tree):
+    tree.files["common/none.cc"] += "int main() {}\n"
+    tree.files["common/of_a.cc"] += "int main() {}\n"
+    assert groups_of(tree.run()[2]) == ["of_a.cc", "of_b.cc of_x.cc none.cc"]
+
+
+def test_what_includes_itself_stands_alone(tree):
+    tree.files["common/none.cc"] += "#define HWY_TARGET_INCLUDE\n"
+    assert groups_of(tree.run()[2]) == ["none.cc", "of_a.cc of_b.cc of_x.cc"]
 
 
 def test_the_analyzer_runs_with_full_alone(tree):
@@ -171,7 +190,7 @@ def test_the_analyzer_runs_with_full_alone(tree):
 def test_what_is_known_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(tidy, "KEPT", 3)
     checker = tidy.Checker(tmp_path, tmp_path, tmp_path / "cache", full=False)
-    sources = [tidy.Source(str(i), "", f"key{i}", False) for i in range(5)]
+    sources = [tidy.Source(str(i), "", f"key{i}", False, False) for i in range(5)]
     for i, source in enumerate(sources):
         path = tmp_path / "cache" / source.key
         path.touch()
