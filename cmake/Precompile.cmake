@@ -1,8 +1,10 @@
 # Precompiled headers: the libraries' headers are more than half of the time that most sources take to compile.
-# With GCC only; clang-tidy and the build with clang see each source without them, and so find includes that are missing.
-# Under sanitizers (CMakePresets.json) they save nothing: groups of sources include a header once, and most of the time
-# goes into code.
-option(ATTND_PRECOMPILE "Precompile the headers of libraries (with GCC)" ON)
+# clang-tidy and the preset clang see each source without them, and so find includes that are missing. The thread
+# sanitizer's build is GCC's, to which they save nothing there: groups of sources include a header once, and most of its
+# time goes into code. Clang's headers have the templates, too, that they instantiate: they save half of the time of the
+# address sanitizer's tests, which are compiled without optimisation, and in its presets scripts/lib/launch_clang.sh keeps
+# them apart for each checkout.
+option(ATTND_PRECOMPILE "Precompile the headers of libraries" ON)
 set(ATTND_PRECOMPILE_LEAST 4 CACHE STRING "So many sources make a precompiled header worth its time")
 mark_as_advanced(ATTND_PRECOMPILE_LEAST)
 
@@ -60,7 +62,7 @@ endfunction()
 # attnd_precompile(): gives the project's targets precompiled headers, one for all targets with equal options that need
 # equal headers. Called when every target is there.
 function(attnd_precompile)
-  if(NOT ATTND_PRECOMPILE OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  if(NOT ATTND_PRECOMPILE)
     return()
   endif()
   attnd_targets_below(${PROJECT_SOURCE_DIR} targets)
