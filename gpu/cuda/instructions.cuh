@@ -116,6 +116,11 @@ __device__ __forceinline__ void WaitCopies() {
 __device__ __forceinline__ void Prefetch(const std::byte* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
+// Tells the compiler that an address, which was itself read from memory, is none of shared memory:
+// loads from anywhere wait for stores there.
+__device__ __forceinline__ void AssumeGlobal(const void* address) {
+  __builtin_assume(__isGlobal(address));
+}
 
 // ---- kernels of a stream ----
 

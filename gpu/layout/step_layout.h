@@ -451,8 +451,7 @@ struct StepHeader {
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors]
   uint32_t* tree_words;
-  std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: what the first stage over an item has
-                           // looked up of it
+  std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: left by the first stage over an item
   float* tree_queries;     // [tree_items][TreeQueryWords]
   float* tree_states;      // [tree_items][kLanes][kStateHead + 2 value_dim]
   float* tree_partials;    // [tree_items][kLanes][kStateHead]: sums over the item's leaves and

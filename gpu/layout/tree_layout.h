@@ -55,7 +55,6 @@ struct TreeLane {
   float zone_max, zone_sum;
   float zone_norm2;  // squared length of the zones' mean
 };
-inline constexpr uint32_t kTreePlaceBytes = 80;
 inline constexpr uint32_t kTreeLaneWords = kTreeLanesMax * sizeof(TreeLane) / sizeof(uint32_t);
 constexpr uint64_t TreeItems(const RowRef& row) {
   return kTreeLaneWords + (uint64_t{row.tree_slices} + 1 + 3) / 4 * 4;
@@ -74,6 +73,8 @@ constexpr uint64_t TreeWordsPerUnit(const RowRef& row) {
   const uint64_t tries = ChoiceOf(row) == TreeChoice::kByHead ? sizeof(TreeTries) : 0;
   return TreeItems(row) + row.slots + tries / sizeof(uint32_t);
 }
+// What the first stage over a tree item leaves of where it lies (StepHeader::tree_places).
+inline constexpr uint32_t kTreePlaceBytes = 80;
 constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);

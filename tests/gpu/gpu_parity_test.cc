@@ -201,6 +201,16 @@ TEST(GpuTrees, OutputsThatAreNextToNothing) {
   EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
 }
 
+// A lane has more states than are merged at a time, and more slices than a warp asks for at once.
+TEST(GpuTrees, OfManyShortSegments) {
+  const auto gpu = MakeOnGpu();
+  SKIP_WITHOUT_GPU(gpu);
+  const ParityCase c = {4, 2, 64, 64, std::vector<uint32_t>(560, 64), 70, kTreeIndexes};
+  TestSequence sequence = MakeSequence(SpecOf(c, DType::kBf16));
+  const std::vector<TestRow> rows = RowsOfPolicies(&sequence, /*layer=*/0, 2, DType::kFp32);
+  EXPECT_TRUE(Agree(RunStep(gpu.get(), 0, rows), RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
 // Estimates lie far above what the leaves are; masses of rows that read all stay numbers.
 TEST(GpuTrees, LargeLogits) {
   const auto gpu = MakeOnGpu();

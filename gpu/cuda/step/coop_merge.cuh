@@ -139,8 +139,8 @@ __device__ __forceinline__ MergedLane MergeCoop(const float* tile, uint32_t lane
   merged.values[kOfZones] = merged.values[kOfOthers] = merged.values[kOfSlopes] = 0;
   if (threadIdx.x < kValueDim) {
     for (uint32_t w = 0; w < kCoopWarps; ++w) {
-      merged.values[kOfZones] += memory->values[0][w][threadIdx.x];
-      merged.values[kOfOthers] += memory->values[1][w][threadIdx.x];
+      merged.values[kOfZones] += memory->values[kOfZones][w][threadIdx.x];
+      merged.values[kOfOthers] += memory->values[kOfOthers][w][threadIdx.x];
     }
   }
   return merged;

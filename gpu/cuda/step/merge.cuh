@@ -85,9 +85,9 @@ struct MergeLaneMemory {
   float values[kValueKinds][kMergeWarps][kValueDim];
 };
 
-// The states of one lane of one tile, merged by one thread block. All that is read is asked for at
-// once: what the first of a warp's states hold waits in registers until their heads are known. Each
-// warp takes every kMergeWarps-th state, and the warps' sums are added in their order.
+// The states of one lane of one tile, merged by one thread block. Values are asked for before
+// heads: those of a warp's first states wait in registers until their factors are known. Each warp
+// takes every kMergeWarps-th state, and the warps' sums are added in their order.
 template <int kValueDim>
 class LaneMerger {
  public:
@@ -105,12 +105,11 @@ class LaneMerger {
   // states that hold anything. Thread c < kValueDim gets channel c of the values; all get the sums.
   __device__ float Merge(float (&sums)[kLaneSums], float (&values)[kValueKinds]) const {
     const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-    const float own_max = OwnMax();
-    Four first_values[kAsked][kVectors];
-    AskForValues(first_values);
-    Four fours[kValueKinds][kVectors] = {};
+    Asked asked;
+    AskForValues(warp, &asked);
+    float4 fours[kValueKinds][kVectors] = {};
     AddCorrections(fours[kOfSlopes]);
-    const float max = MaxOfBlock(own_max);
+    const float max = Max();
     float own[kLaneSums] = {};
     for (uint32_t first = 0; first < end_; first += kMergeBatch) {
       const uint32_t last = min(first + kMergeBatch, end_);
@@ -119,7 +118,7 @@ class LaneMerger {
         memory_->factors[i - first] = AddHead(i, max, own);
       }
       __syncthreads();
-      AddValues(first, last, first_values, fours);
+      AddValues(first, last, &asked, fours);
     }
 #pragma unroll
     for (int k = 0; k < kLaneSums; ++k) {
@@ -134,7 +133,7 @@ class LaneMerger {
       for (int v = 0; v < kVectors; ++v) {
         const uint32_t channel = v * 128 + thread * 4;
         if (channel < kValueDim) {
-          *reinterpret_cast<Four*>(&memory_->values[kind][warp][channel]) = fours[kind][v];
+          *reinterpret_cast<float4*>(&memory_->values[kind][warp][channel]) = fours[kind][v];
         }
       }
     }
@@ -154,27 +153,44 @@ class LaneMerger {
   }
 
  private:
-  using Four = float4;                                      // channels
   static constexpr int kVectors = (kValueDim + 127) / 128;  // of four channels, of a thread
-  static constexpr uint32_t kAsked = 4;                     // states of a warp
+  // Of a warp's states, kMergeWarps apart: a thread's channels.
+  static constexpr uint32_t kAsked = 4;
+  struct Asked {
+    float4 of[kAsked][kVectors];
+  };
 
   __device__ __forceinline__ const float* State(uint32_t i) const {
     return states_ + uint64_t{i} * StateFloats(kValueDim);
   }
-  // The thread's four of a vector of a state, from `channels` on.
-  static __device__ __forceinline__ Four FourOf(const float* channels, int vector) {
-    const uint32_t channel = vector * 128 + threadIdx.x % 32 * 4;
-    return channel < kValueDim ? *reinterpret_cast<const Four*>(channels + channel) : Four{};
+  // Of states from `first` on, before `end`: values(i) are those of state i. Others are zeros.
+  template <typename Values>
+  static __device__ __forceinline__ void Ask(uint32_t first, uint32_t end, Values values,
+                                             Asked* to) {
+#pragma unroll
+    for (uint32_t k = 0; k < kAsked; ++k) {
+      const uint32_t i = first + k * kMergeWarps;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const uint32_t channel = v * 128 + threadIdx.x % 32 * 4;
+        to->of[k][v] = {};
+        if (i >= end || channel >= kValueDim) continue;
+        to->of[k][v] = *reinterpret_cast<const float4*>(values(i) + channel);
+      }
+    }
   }
-  __device__ __forceinline__ float OwnMax() const {
+  __device__ __forceinline__ void AskForValues(uint32_t first, Asked* to) const {
+    Ask(
+        first, end_, [this](uint32_t i) { return State(i) + kStateHead; }, to);
+  }
+
+  // The greatest maximum of the states that hold anything.
+  __device__ __forceinline__ float Max() const {
     float max = -INFINITY;
     for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
       const float2 head = *reinterpret_cast<const float2*>(State(i));
       if (head.y > 0) max = fmaxf(max, head.x);
     }
-    return max;
-  }
-  __device__ __forceinline__ float MaxOfBlock(float max) const {
     for (int offset = 16; offset > 0; offset /= 2) {
       max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));
     }
@@ -202,61 +218,39 @@ class LaneMerger {
     return factor;
   }
 
-  // The first kAsked of the warp's states.
-  __device__ __forceinline__ void AskForValues(Four (&to)[kAsked][kVectors]) const {
-#pragma unroll
-    for (uint32_t k = 0; k < kAsked; ++k) {
-      const uint32_t i = threadIdx.x / 32 + k * kMergeWarps;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        to[k][v] = i < end_ ? FourOf(State(i) + kStateHead, v) : Four{};
-      }
-    }
-  }
-  // States [first, last), whose factors are there.
-  __device__ __forceinline__ void AddValues(uint32_t first, uint32_t last,
-                                            const Four (&first_values)[kAsked][kVectors],
-                                            Four (&sums)[kValueKinds][kVectors]) const {
-    const auto add = [&](uint32_t i, int v, const Four& x) {
-      const float factor = memory_->factors[i - first];
-      if (i < zones_) {
-        AddScaled(factor, x, &sums[kOfZones][v]);
-      } else {
-        AddScaled(factor, x, &sums[kOfOthers][v]);
-      }
-    };
-    const uint32_t begin = first + threadIdx.x / 32;
-    if (first == 0) {
+  // States [first, last), whose factors are there. asked: of the warp's first states.
+  __device__ __forceinline__ void AddValues(uint32_t first, uint32_t last, Asked* asked,
+                                            float4 (&sums)[kValueKinds][kVectors]) const {
+    static_assert(kMergeBatch % (kAsked * kMergeWarps) == 0);
+    for (uint32_t i = first + threadIdx.x / 32; i < last; i += kAsked * kMergeWarps) {
+      if (i >= kMergeWarps) AskForValues(i, asked);
 #pragma unroll
       for (uint32_t k = 0; k < kAsked; ++k) {
-        const uint32_t i = begin + k * kMergeWarps;
-        if (i >= last) continue;
-#pragma unroll
-        for (int v = 0; v < kVectors; ++v) add(i, v, first_values[k][v]);
-      }
-    }
-#pragma unroll 4
-    for (uint32_t i = begin + (first == 0 ? kAsked * kMergeWarps : 0); i < last; i += kMergeWarps) {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) add(i, v, FourOf(State(i) + kStateHead, v));
-    }
-  }
-  __device__ __forceinline__ void AddCorrections(Four (&sums)[kVectors]) const {
-    for (uint32_t first = threadIdx.x / 32; first < slices_end_; first += kAsked * kMergeWarps) {
-      Four x[kAsked][kVectors];
-#pragma unroll
-      for (uint32_t k = 0; k < kAsked; ++k) {
-        const uint32_t s = first + k * kMergeWarps;
-        const float* state = slices_ + uint64_t{s} * TreeStateFloats(kValueDim);
+        const uint32_t state = i + k * kMergeWarps;
+        if (state >= last) continue;
+        const float factor = memory_->factors[state - first];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-          x[k][v] = s < slices_end_ ? FourOf(state + kStateHead + kValueDim, v) : Four{};
+          if (state < zones_) {
+            AddScaled(factor, asked->of[k][v], &sums[kOfZones][v]);
+          } else {
+            AddScaled(factor, asked->of[k][v], &sums[kOfOthers][v]);
+          }
         }
       }
+    }
+  }
+  __device__ __forceinline__ void AddCorrections(float4 (&sums)[kVectors]) const {
+    const auto corrections = [this](uint32_t s) {
+      return slices_ + uint64_t{s} * TreeStateFloats(kValueDim) + kStateHead + kValueDim;
+    };
+    for (uint32_t s = threadIdx.x / 32; s < slices_end_; s += kAsked * kMergeWarps) {
+      Asked asked;
+      Ask(s, slices_end_, corrections, &asked);
 #pragma unroll
       for (uint32_t k = 0; k < kAsked; ++k) {
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v) AddScaled(1, x[k][v], &sums[v]);
+        for (int v = 0; v < kVectors; ++v) AddScaled(1, asked.of[k][v], &sums[v]);
       }
     }
   }

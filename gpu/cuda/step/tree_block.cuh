@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t SegmentOfSlice(const StepHeader& step, const
 }
 
 // A tree item: one slice of a unit's groups, for one tile of its queries.
-struct TreeItem {
+struct alignas(16) TreeItem {
   const RowRef* row;
   uint32_t number;  // in the step
   uint32_t slice;   // of the row
@@ -70,6 +70,11 @@ struct TreeItem {
   __device__ __forceinline__ uint32_t slots_end() const {
     return min(tree->group_slots, first_group() + row->tree_slice_groups);
   }
+  // The end of the rows that the index has room for, of the slice's groups: what is asked for
+  // before it is known how many groups there are.
+  __device__ __forceinline__ uint32_t room_end() const {
+    return max(first_group(), min(tree->max_groups, first_group() + row->tree_slice_groups));
+  }
   // The end of the slice's groups: the segment may have fewer than its index has room for.
   __device__ __forceinline__ uint32_t groups_end() const {
     const TreePart& part = tree->offsets.groups;
@@ -83,12 +88,21 @@ struct TreeItem {
 
 // Where the first stage over an item leaves it, for those that follow: looking it up is several
 // waits for memory, one after another, and reading it one.
-__device__ __forceinline__ TreeItem* StoredItem(const StepHeader& step, uint32_t item) {
-  static_assert(sizeof(TreeItem) == kTreePlaceBytes && alignof(TreeItem) <= 16);
+__device__ __forceinline__ TreeItem* PlaceOfItem(const StepHeader& step, uint32_t item) {
+  static_assert(sizeof(TreeItem) == kTreePlaceBytes && kTreePlaceBytes % alignof(TreeItem) == 0);
   return reinterpret_cast<TreeItem*>(step.tree_places + uint64_t{item} * kTreePlaceBytes);
 }
 __device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem& item) {
-  if (threadIdx.x == 0) *StoredItem(step, item.number) = item;
+  if (threadIdx.x == 0) *PlaceOfItem(step, item.number) = item;
+}
+__device__ __forceinline__ TreeItem ReadItem(const StepHeader& step, uint32_t number) {
+  const TreeItem item = *PlaceOfItem(step, number);
+  AssumeGlobal(item.row);
+  AssumeGlobal(item.unit.row);
+  AssumeGlobal(item.ref);
+  AssumeGlobal(item.tree);
+  AssumeGlobal(item.head);
+  return item;
 }
 
 __device__ __forceinline__ uint32_t* UnitTreeWords(const StepHeader& step, const UnitPlace& unit) {

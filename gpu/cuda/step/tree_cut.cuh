@@ -317,8 +317,8 @@ class CutFinder {
     }
     return digit;
   }
-  // Notes the digit that the cut has, by the thread whose it is. sum: its digits come before, and
-  // are greater. Whether there is a cut to look for.
+  // Notes the digit that the cut has, by the thread whose it is. sum.before: what the greater
+  // digits weigh. Whether there is a cut to look for.
   __device__ __forceinline__ bool Note(uint32_t round, const DigitWeight& digit,
                                        const Scanned<Sum>& sum, CutMemory::Found* found) {
     if (cut_.known || (round == 0 && !Begin(sum.total))) return false;

@@ -125,8 +125,9 @@ inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
   const float zone_max = memory_->lanes[lane].zone_max, max = memory_->sums[lane].x;
   const float* zones =
       TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
-  // Some at once, as each wait for memory is one for the whole unit.
-  constexpr uint32_t kZonesAtOnce = 4, kSlicesAtOnce = 6;
+  // Some at once, without branches that would wait for one after another: each wait is one for the
+  // whole unit.
+  constexpr uint32_t kZonesAtOnce = 4, kSlicesAtOnce = 4;
   float2 sums = {};
 #pragma unroll 1
   for (uint32_t first = share; first < row_.read_pieces; first += kZonesAtOnce * kOutputShares) {
@@ -135,8 +136,9 @@ inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
     for (uint32_t k = 0; k < kZonesAtOnce; ++k) {
       const uint32_t p = first + k * kOutputShares;
       const float* state = zones + uint64_t{min(p, row_.read_pieces - 1)} * zone_floats;
-      const bool counts = p < row_.read_pieces && state[kHeadSum] > 0;
-      x[k] = counts ? Weight(state[kHeadMax], zone_max) * state[kStateHead + channel] : 0.0f;
+      const float of_max = state[kHeadMax], sum = state[kHeadSum];
+      const bool counts = p < row_.read_pieces && sum > 0;
+      x[k] = Weight(counts ? of_max : -INFINITY, zone_max) * state[kStateHead + channel];
     }
 #pragma unroll
     for (const float of_state : x) sums.x += of_state;
@@ -149,8 +151,9 @@ inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
       const uint32_t s = first + k * kOutputShares;
       const float* state = StateOfGroups(tile, min(s, row_.tree_slices - 1)) +
                            lane % kLanes * (kStateHead + 2 * dim);
+      const float of_max = state[kTreeMax];
       const float value = state[kStateHead + channel] + state[kStateHead + dim + channel];
-      x[k] = s < row_.tree_slices ? Weight(state[kTreeMax], max) * value : 0.0f;
+      x[k] = Weight(s < row_.tree_slices ? of_max : -INFINITY, max) * value;
     }
 #pragma unroll
     for (const float of_state : x) sums.y += of_state;
@@ -283,14 +286,15 @@ __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, ui
 
 // Makes SlotsOf possible, behind the next __syncthreads.
 __device__ __forceinline__ void TreeErrors::NoteSegments() const {
-  const uint32_t s = kCutThreads - 1 - threadIdx.x;  // by warps that have nothing else to do yet
+  const uint32_t s =
+      kCutThreads - 1 - threadIdx.x;  // by warps that seldom have anything else to do
   if (s >= min(row_.segment_count, kKnownSegments)) return;
   const TreeRef& tree = Tree(s);
   memory_->segments[s] = {tree.first_group_slot, tree.first_slice, tree.slices};
 }
 
 // This thread's share of how many rows of a level the unit's segments have. The last warps wait for
-// it while the first ones add up what the thread blocks of an earlier stage found.
+// it; as a rule the first ones add up meanwhile what the thread blocks of an earlier stage found.
 inline __device__ uint32_t TreeErrors::OwnCounts(bool groups) const {
   uint32_t rows = 0;
   for (uint32_t s = kCutThreads - 1 - threadIdx.x; s < row_.segment_count; s += kCutThreads) {

@@ -31,9 +31,10 @@ struct EstimateMemory {
 // opened leaves.
 struct EstimatedTile {
   const TreePart* part;
-  bool leaves;
-  uint32_t first;  // of groups: the first row's number in the index
-  uint32_t count;
+  bool of_leaves;
+  uint32_t first;           // of groups: the first row's number in the index
+  uint32_t room;            // rows that may be asked for, ...
+  uint32_t count;           // ... and of them those that are there
   const TreeRowInfo* info;  // of the first row, as the next three
   const uint8_t* fates;
   const float *log_mass, *d2;  // of the lane of the thread's pairs
@@ -50,8 +51,9 @@ class EstimatedTiles {
         leaves_(step, item),
         lane_(item.tile * kLanes + lane),
         first_group_(item.first_group()),
+        room_(with_groups ? item.room_end() - first_group_ : 0),
         groups_(with_groups ? item.groups_end() - first_group_ : 0),
-        group_tiles_((groups_ + kTileRows - 1) / kTileRows) {}
+        group_tiles_((room_ + kTileRows - 1) / kTileRows) {}
 
   __device__ __forceinline__ uint32_t count() const {
     return group_tiles_ + (leaves_.end - leaves_.begin + kTileRows - 1) / kTileRows;
@@ -78,9 +80,11 @@ class EstimatedTiles {
     const uint64_t score = uint64_t{lane_} * (groups ? row.group_slots : row.slots) + slot;
     EstimatedTile tile;
     tile.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
-    tile.leaves = !groups;
+    tile.of_leaves = !groups;
     tile.first = first_group_ + before;
-    tile.count = min(kTileRows, (groups ? groups_ : leaves_.end - leaves_.begin) - before);
+    const uint32_t leaves = leaves_.end - leaves_.begin;
+    tile.room = min(kTileRows, (groups ? room_ : leaves) - before);
+    tile.count = min(tile.room, max(groups ? groups_ : leaves, before) - before);
     tile.info = reinterpret_cast<const TreeRowInfo*>(place(&TreeLevelScores::info)) + slot;
     tile.fates = UnitFates(step_, item_.unit) + (groups ? row.slots : 0) + slot;
     tile.log_mass = place(&TreeLevelScores::log_mass) + score;
@@ -92,7 +96,7 @@ class EstimatedTiles {
   const StepHeader& step_;
   const TreeItem& item_;
   const LeafItems leaves_;
-  const uint32_t lane_, first_group_, groups_, group_tiles_;
+  const uint32_t lane_, first_group_, room_, groups_, group_tiles_;
 };
 
 // What estimated rows add to the sums of errors.
@@ -181,13 +185,13 @@ class EstimateWorker {
     const EstimatedTile& tile = loads->tile;
     SummedRows<kDim, kValueDim>* rows = &memory_->rows[i % 2];
     const auto row_of = [&](uint32_t row) {
-      return tile.leaves ? memory_->leaves[i % 2][row] : tile.first + row;
+      return tile.of_leaves ? memory_->leaves[i % 2][row] : tile.first + row;
     };
     uint32_t own_rows[TilePairs::kPairs];
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
       const uint32_t row = pairs_.Row(k);
-      if (row >= tile.count || !pairs_.used()) continue;
+      if (row >= tile.room || !pairs_.used()) continue;
       own_rows[k] = row_of(row);
       loads->fate[k] = tile.fates[row];
       loads->info[k] = *reinterpret_cast<const float4*>(tile.info + row);
@@ -200,19 +204,19 @@ class EstimateWorker {
     const float* units = item_.Floats(tile.part->variance_unit);
 #pragma unroll
     for (uint32_t k = 0; k < Codes::kParts; ++k) {
-      const uint32_t row = Codes::Row(k) < tile.count ? row_of(Codes::Row(k)) : 0;
+      const uint32_t row = Codes::Row(k) < tile.room ? row_of(Codes::Row(k)) : 0;
       const std::byte* from = codes + uint64_t{row} * (kDim / 2) + Codes::Byte(k);
       loads->codes[k] = __ldg(reinterpret_cast<const uint2*>(from));
     }
 #pragma unroll
     for (uint32_t k = 0; k < TilePairs::kPairs; ++k) {
-      if (pairs_.Row(k) >= tile.count || !pairs_.used()) continue;
+      if (pairs_.Row(k) >= tile.room || !pairs_.used()) continue;
       loads->scale[k] = __ldg(scales + own_rows[k]);
       loads->unit[k] = __ldg(units + own_rows[k]);
     }
 #pragma unroll
     for (uint32_t k = 0; k < Values::kParts; ++k) {
-      if (Values::Row(k) >= tile.count) continue;
+      if (Values::Row(k) >= tile.room) continue;
       const uint32_t row = row_of(Values::Row(k));
       const std::byte* from = values + uint64_t{row} * kValueDim + Values::Byte(k);
       rows->AskForValues(Values::Row(k), Values::Byte(k), from);
@@ -262,7 +266,7 @@ class EstimateWorker {
       const float weight = Weight(loads.log_mass[k], totals_.max);
       if constexpr (kByMass) totals_.best.sum += fate == kFateDropped ? weight : 0.0f;
       // Leaves of opened groups stand for them.
-      if (loads.tile.leaves || fate != kFateExact) {
+      if (loads.tile.of_leaves || fate != kFateExact) {
         totals_.moments += weight * info.value_norm * info.value_norm;
       }
       if (fate != kFateEstimated) continue;
@@ -331,7 +335,7 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeEstimateKernel(const __grid_constant__ StepHeader step) {
   using Worker = EstimateWorker<kDim, kValueDim, kChoice>;
   const typename Worker::Queries queries(step, blockIdx.x);
-  const TreeItem item = *StoredItem(step, blockIdx.x);
+  const TreeItem item = ReadItem(step, blockIdx.x);
   if (ChoiceOf(*item.row) != kChoice) return;
   if constexpr (kChoice == TreeChoice::kByHead) {
     if (PhaseOf(step, item.unit) == TreePhase::kDone) return;

@@ -112,6 +112,7 @@ class GroupsWorker {
         memory_(memory),
         lanes_(LanesOf(step, item.unit, item.tile)),
         pairs_(lanes_),
+        room_(item.room_end()),
         groups_(item.groups_end()) {}
 
   __device__ __forceinline__ void Run() {
@@ -141,16 +142,17 @@ class GroupsWorker {
   __device__ __forceinline__ uint32_t FirstOf(uint32_t i) const {
     return item_.first_group() + i * kTileRows;
   }
-  __device__ __forceinline__ uint32_t CountOf(uint32_t i) const {
-    return min(max(groups_, FirstOf(i)) - FirstOf(i), kTileRows);
+  // Of rows before `end`, those of tile i.
+  __device__ __forceinline__ uint32_t CountOf(uint32_t i, uint32_t end) const {
+    return min(max(end, FirstOf(i)) - FirstOf(i), kTileRows);
   }
   // The warp's sixteen of a tile's rows.
   __device__ __forceinline__ TreeRowSet OwnRows(uint32_t i) const {
-    return RowsInOrder(FirstOf(i) + threadIdx.x / 32 * kTreeRows, groups_);
+    return RowsInOrder(FirstOf(i) + threadIdx.x / 32 * kTreeRows, room_);
   }
 
   __device__ __forceinline__ void AskForValues(uint32_t i) {
-    const uint32_t first = FirstOf(i), count = CountOf(i);
+    const uint32_t first = FirstOf(i), count = CountOf(i, room_);
     typename Memory::Rows* rows = memory_->RowsOf(i);
     rows->numbers.Ask(item_, first, count);
     using Parts = RowParts<kValueDim, 16>;
@@ -169,7 +171,7 @@ class GroupsWorker {
     Multiply(*rows, &of->summed);
     WaitCopies<0>();
     __syncthreads();
-    const uint32_t count = CountOf(i), steps = (count + 31) / 32;
+    const uint32_t count = CountOf(i, groups_), steps = (count + 31) / 32;
     float x[TilePairs::kPairs], d2[TilePairs::kPairs];
     Score(FirstOf(i), count, of->numbers, x, d2);
     __syncthreads();  // products have been read
@@ -300,7 +302,7 @@ class GroupsWorker {
   Memory* const memory_;
   const uint32_t lanes_;
   const TilePairs pairs_;
-  const uint32_t groups_;  // the end of the slice's
+  const uint32_t room_, groups_;  // the ends of the slice's rows, and of its groups
   PairTotals totals_;
   Sums sums_;
   float max_of_sums_[2] = {-INFINITY, -INFINITY};  // of lanes 2t and 2t + 1

@@ -11,7 +11,7 @@ namespace {
 
 __global__ void __launch_bounds__(kTreeThreads)
     TreeReopenKernel(const __grid_constant__ StepHeader step) {
-  const TreeItem item = *StoredItem(step, blockIdx.x);
+  const TreeItem item = ReadItem(step, blockIdx.x);
   if (IsReopened(step, item)) OpenWhole(step, item);
 }
 

@@ -160,7 +160,7 @@ __device__ CutWeight HeadSelector::ClosedErrors(uint32_t lane, float per_budget)
       own += FixedShare(HeadError(level, slot, lane, info) * per_budget);
     }
   }
-  return exchange_.Sum(SumOfBlock(own, &memory_->cut), &before);
+  return exchange_.Sum(SumOfBlock(own), &before);
 }
 
 // Notes listed_of(row, info) of marked rows.
@@ -255,7 +255,7 @@ __device__ void HeadSelector::Open() {
   SetScales();
   const TreeLevel level = Groups();
   MarkAll(level, kFateEstimated, fate_of);
-  MarkFloor(level, OpenedInAnyCase(SumOfThreads(own_counts)), fate_of);
+  MarkFloor(level, OpenedInAnyCase(SumOfBlock(own_counts)), fate_of);
   const double limit =
       attention::kQuantileClosedShare * attention::kClosedErrorShare * row_.head_tolerance;
 #pragma unroll 1
@@ -282,7 +282,7 @@ __device__ void HeadSelector::Try() {
     exchange_.Begin();
   }
   SetScales();
-  const uint32_t leaves = SumOfThreads(own_counts);
+  const uint32_t leaves = SumOfBlock(own_counts);
   const bool closed = level.count < leaves;
   if (tries == 0) {
     if (CutBlocks::rank() == 0) StoreLaneScales();

@@ -42,7 +42,7 @@ class LeafInfos {
  public:
   __device__ __forceinline__ LeafInfos(const TreeItem& item, const LeafItems& leaves)
       : item_(item), leaves_(leaves), own_(leaves.begin + threadIdx.x) {
-    if (own_ < leaves.end) asked_ = Ask(own_);
+    if (item.tile == 0 && own_ < leaves.end) asked_ = Ask(own_);
   }
   __device__ __forceinline__ void Store(const StepHeader& step) const {
     if (item_.tile != 0) return;  // the other tiles store none
@@ -219,7 +219,7 @@ template <int kDim, int kValueDim, bool kReopened>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeLeavesKernel(const __grid_constant__ StepHeader step) {
   const StoredWords<kDim> queries(step, blockIdx.x);
-  const TreeItem item = *StoredItem(step, blockIdx.x);
+  const TreeItem item = ReadItem(step, blockIdx.x);
   if (kReopened && !IsReopened(step, item)) return;
   auto* memory = reinterpret_cast<LeavesMemory<kDim>*>(block_memory);
   LeavesWorker<kDim>(step, item, queries, memory).Run();

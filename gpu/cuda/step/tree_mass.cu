@@ -71,7 +71,7 @@ __device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact
   UnitResult result = {};
   result.clusters = level.count;
   CutWeight before;
-  result.estimated_tokens = exchange_.Sum(SumOfThreads(estimated_tokens), &before);
+  result.estimated_tokens = exchange_.Sum(SumOfBlock(estimated_tokens), &before);
   result.chosen_tokens = List(level, UnitChosen(step_, unit_));
   result.dropped_tokens = row_.clustered_tokens - result.chosen_tokens - result.estimated_tokens;
   return result;

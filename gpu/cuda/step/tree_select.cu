@@ -113,7 +113,7 @@ __device__ void TreeSelector::Open() {
   if (threadIdx.x < step_.group && CutBlocks::rank() == 0) {
     stored_lanes()[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
-  const uint32_t wanted = OpenedInAnyCase(SumOfThreads(own_counts));
+  const uint32_t wanted = OpenedInAnyCase(SumOfBlock(own_counts));
   const TreeLevel level = Groups();
   Mark</*kBesideClosed=*/false>(
       level, wanted, attention::kClosedErrorShare * row_.tolerance,
@@ -158,7 +158,7 @@ __device__ void TreeSelector::Choose() {
   exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
   if (first) StoreLaneScales();
-  const uint32_t wanted = min(ShareOf(row_.floor, SumOfThreads(own_counts)), level.count);
+  const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
   Mark</*kBesideClosed=*/true>(
       level, wanted, row_.tolerance, [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });

@@ -22,8 +22,9 @@ namespace attnd::gpu {
 inline constexpr uint32_t kRankedRows = 3072;
 
 // A unit's rows of one level, and of these the thread block's own, [begin, begin + own): what is
-// ranked. Keys and errors are those of its own rows; of rows that have been marked their places are
-// ListedRow's.
+// ranked. Keys and errors are those of its own rows. Once rows have been marked, best_keys and
+// error_keys hold what they list (ListedRow), and behind List error_keys the number of a row's
+// first word.
 struct TreeLevel {
   uint32_t count;
   uint32_t begin, own;
@@ -121,8 +122,9 @@ class TreeUnit {
     level.error_keys[i] = row.first;
   }
   __device__ uint32_t List(const TreeLevel& level, uint32_t* list);
-  __device__ __forceinline__ uint32_t SumOfThreads(uint32_t own) const {
-    return SumOfBlock(own, &memory_->cut);
+  template <typename Number>
+  __device__ __forceinline__ Number SumOfBlock(Number own) const {
+    return gpu::SumOfBlock(own, &memory_->cut);
   }
   // The tokens of a chosen leaf; info: of the item.
   __device__ __forceinline__ ListedRow TokensOf(uint32_t item, const TreeRowInfo& info) const {
@@ -232,7 +234,8 @@ inline __device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t* list
     const uint32_t words = __shfl_sync(~0u, to, 31), from = to - row.size;
     if (i < end) level.error_keys[i] = number + from;
 #pragma unroll 1
-    for (uint32_t word = thread; word - thread < words; word += 32) {
+    for (uint32_t some = 0; some < words; some += 32) {
+      const uint32_t word = some + thread;
       uint32_t of = 0;  // the row that has the word: how many end before it
 #pragma unroll
       for (uint32_t step = 16; step > 0; step /= 2) {

@@ -224,6 +224,17 @@ TEST(EmulatedTrees, EstimatesBesideAHeavyLeafAreExact) {
   }
 }
 
+// A lane has more slices than a warp of the merge stage asks for at once.
+TEST(EmulatedTrees, OfManySegments) {
+  const ParityCase c = {2, 1, 64, 64, std::vector<uint32_t>(36, 64), 20, kTreeIndexes};
+  TestSequence sequence = MakeSequence(SpecOf(c, DType::kBf16));
+  const std::vector<TestRow> rows =
+      RowsOf(&sequence, /*layer=*/0,
+             {Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}})}, 1);
+  const StepResult step = RunStep(MakeEmulatedBackend(SmallOptions()).get(), 0, rows);
+  EXPECT_TRUE(Agree(step, RunStep(MakeCpu().get(), 0, rows), rows));
+}
+
 // A step may begin before anybody has looked at its numbers. Whatever they are, no thread of it
 // leaves its memory, and it ends. What it answers is nothing.
 TEST(EmulatedNumbers, AnyAreHarmless) {

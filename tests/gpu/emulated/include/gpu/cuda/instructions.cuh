@@ -59,6 +59,7 @@ void WaitCopies() {
   emulated::AwaitCopyGroups(kLeft);
 }
 inline void Prefetch(const std::byte*) {}
+inline void AssumeGlobal(const void*) {}
 
 // ---- kernels of a stream: one runs after the other ----
 
