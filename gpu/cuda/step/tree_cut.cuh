@@ -112,7 +112,7 @@ struct Scanned {
 template <uint32_t kWarps, typename... Numbers>
 __device__ __forceinline__ void ScanBlock(CutMemory* memory, Scanned<Numbers>&... numbers) {
   const uint32_t thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-  ((numbers.before = numbers.own), ...);  // and of the warp's threads before
+  ((numbers.before = numbers.own), ...);  // with its own, of the warp alone, until they are joined
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
     const auto add = [&](auto& number) {
@@ -277,7 +277,7 @@ class CutFinder {
     const DigitWeight digit = Gather(half);
     Scanned<Sum> sum{digit.own};
     ScanBlock<kDigitWarps>(memory_, sum);
-    const bool goes_on = Note(round, digit, sum, &memory_->found[0]);
+    const bool goes_on = NoteDigit(round, digit, sum, &memory_->found[0]);
     __syncthreads();
     if (goes_on) Take(round, memory_->found[0]);
   }
@@ -290,8 +290,8 @@ class CutFinder {
     Scanned<Sum> sum{digit.own};
     Scanned<typename CutFinder<OtherWeight>::Sum> other_sum{of_other.own};
     ScanBlock<kDigitWarps>(memory_, sum, other_sum);
-    const bool goes_on = Note(round, digit, sum, &memory_->found[0]);
-    const bool other_goes_on = other->Note(round, of_other, other_sum, &memory_->found[1]);
+    const bool goes_on = NoteDigit(round, digit, sum, &memory_->found[0]);
+    const bool other_goes_on = other->NoteDigit(round, of_other, other_sum, &memory_->found[1]);
     __syncthreads();
     if (goes_on) Take(round, memory_->found[0]);
     if (other_goes_on) other->Take(round, memory_->found[1]);
@@ -319,8 +319,8 @@ class CutFinder {
   }
   // Notes the digit that the cut has, by the thread whose it is. sum.before: what the greater
   // digits weigh. Whether there is a cut to look for.
-  __device__ __forceinline__ bool Note(uint32_t round, const DigitWeight& digit,
-                                       const Scanned<Sum>& sum, CutMemory::Found* found) {
+  __device__ __forceinline__ bool NoteDigit(uint32_t round, const DigitWeight& digit,
+                                            const Scanned<Sum>& sum, CutMemory::Found* found) {
     if (cut_.known || (round == 0 && !Begin(sum.total))) return false;
     const CutWeight above = cut_.above + sum.before;
     if (above < cut_.limit && cut_.limit <= above + digit.own) {

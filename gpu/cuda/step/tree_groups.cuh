@@ -43,7 +43,7 @@ __device__ __forceinline__ void StoreGroupInfos(const StepHeader& step, const Tr
   for (uint32_t i = item.first_group() + threadIdx.x; i < item.slots_end(); i += kTreeThreads) {
     TreeRowInfo info = {};
     if (i < groups) {
-      info = StoredInfo(item, part, i).info();
+      info = IndexInfo(item, part, i).info();
       const uint32_t first = __ldg(members + i), next = __ldg(members + i + 1);
       info.place = first | (next - first) << 16;
     }

@@ -170,7 +170,7 @@ __device__ void HeadSelector::NoteMarked(const TreeLevel& level, FateOf fate_of,
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const uint32_t row = level.begin + i;
     const bool marked = fate_of(row) == kFateExact;
-    Note(level, i, marked ? listed_of(row, InfoAt(level, row)) : ListedRow());
+    NoteListed(level, i, marked ? listed_of(row, InfoAt(level, row)) : ListedRow());
   }
 }
 

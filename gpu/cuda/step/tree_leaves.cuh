@@ -55,14 +55,14 @@ class LeafInfos {
   }
 
  private:
-  __device__ __forceinline__ StoredInfo Ask(uint32_t i) const {
-    return StoredInfo(item_, item_.tree->offsets.leaves, leaves_.items[i] & 0xFFFF);
+  __device__ __forceinline__ IndexInfo Ask(uint32_t i) const {
+    return IndexInfo(item_, item_.tree->offsets.leaves, leaves_.items[i] & 0xFFFF);
   }
 
   const TreeItem& item_;
   const LeafItems& leaves_;
   const uint32_t own_;  // the thread's first item
-  StoredInfo asked_;
+  IndexInfo asked_;
 };
 
 __device__ __forceinline__ bool IsReopened(const StepHeader& step, const TreeItem& item) {

@@ -65,7 +65,7 @@ __device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact
     const uint32_t item = level.begin + i;
     const TreeRowInfo info = InfoAt(level, item);
     LeafFate(item) = is_exact ? kFateExact : is_kept ? kFateEstimated : kFateDropped;
-    Note(level, i, is_exact ? TokensOf(item, info) : ListedRow());
+    NoteListed(level, i, is_exact ? TokensOf(item, info) : ListedRow());
     estimated_tokens += !is_exact && is_kept ? static_cast<uint32_t>(info.tokens) : 0;
   }
   UnitResult result = {};

@@ -79,7 +79,7 @@ __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, doub
   const auto mark = [&](uint32_t i, bool takes) {
     const uint32_t row = level.begin + i;
     fate_of(row) = takes ? kFateExact : kFateEstimated;
-    Note(level, i, takes ? listed_of(row, InfoAt(level, row)) : ListedRow());
+    NoteListed(level, i, takes ? listed_of(row, InfoAt(level, row)) : ListedRow());
   };
   if (best.cut().equals <= 1 && errors.cut().equals <= 1) {
 #pragma unroll 2

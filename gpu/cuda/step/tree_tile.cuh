@@ -116,12 +116,12 @@ struct LaneFactors {
 };
 
 // What choosing needs of a row beside its score, as the index has it. place: of its first token.
-struct StoredInfo {
+struct IndexInfo {
   uint32_t start, next;
   float spread, value_norm2;
 
-  StoredInfo() = default;
-  __device__ __forceinline__ StoredInfo(const TreeItem& item, const TreePart& part, uint32_t row) {
+  IndexInfo() = default;
+  __device__ __forceinline__ IndexInfo(const TreeItem& item, const TreePart& part, uint32_t row) {
     const auto* starts = reinterpret_cast<const uint32_t*>(item.head + part.starts) + row;
     start = __ldg(starts);
     next = __ldg(starts + 1);

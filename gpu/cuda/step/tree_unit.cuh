@@ -117,7 +117,8 @@ class TreeUnit {
   __device__ __forceinline__ void StoreLaneScales() const;
   template <typename WeightOf>
   __device__ void Find(CutFinder<WeightOf>* cut);
-  static __device__ __forceinline__ void Note(const TreeLevel& level, uint32_t i, ListedRow row) {
+  static __device__ __forceinline__ void NoteListed(const TreeLevel& level, uint32_t i,
+                                                    ListedRow row) {
     level.best_keys[i] = row.size;
     level.error_keys[i] = row.first;
   }
