@@ -2,7 +2,7 @@
 # clang-tidy and the preset clang see each source without them, and so find includes that are missing. The thread
 # sanitizer's build is GCC's, to which they save nothing there: groups of sources include a header once, and most of its
 # time goes into code. Clang's headers have the templates, too, that they instantiate: they save half of the time of the
-# address sanitizer's tests, which are compiled without optimisation, and in its presets scripts/lib/launch_clang.sh keeps
+# address sanitizer's tests, which are compiled without optimisation, and in its preset scripts/lib/launch_clang.sh keeps
 # them apart for each checkout.
 option(ATTND_PRECOMPILE "Precompile the headers of libraries" ON)
 set(ATTND_PRECOMPILE_LEAST 4 CACHE STRING "So many sources make a precompiled header worth its time")

@@ -114,12 +114,7 @@ class Demoter {
   // The sum of the threads' numbers before this thread's.
   __device__ uint32_t Scan(uint32_t x, uint32_t* all) const {
     const uint32_t thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    uint32_t sum = x;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, sum, offset);
-      if (thread >= offset) sum += other;
-    }
+    const uint32_t sum = SumThrough(x);
     if (thread == 31) memory_->sums[warp] = sum;
     __syncthreads();
     uint32_t before = 0;

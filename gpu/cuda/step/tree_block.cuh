@@ -199,6 +199,16 @@ __device__ __forceinline__ float SumOfWarp(float x) {
   return x;
 }
 
+// The sum over the warp's threads up to this one, its own number included.
+__device__ __forceinline__ uint32_t SumThrough(uint32_t x) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const uint32_t other = __shfl_up_sync(~0u, x, offset);
+    if (threadIdx.x % 32 >= offset) x += other;
+  }
+  return x;
+}
+
 // Fills `making`, `queries`, logit_factor and base_dot.
 template <int kDim>
 __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const TreeItem& item,

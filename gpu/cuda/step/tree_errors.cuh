@@ -116,6 +116,27 @@ __device__ __forceinline__ void TreeErrors::CombineGroups(uint32_t lane) {
   memory_->moments[lane] = sums.moments;
 }
 
+// A share of a sum over `count` states: of(i, there) of each of them, in their order; 0 if it is
+// not there. Some are asked for at once, without branches that would wait for one after another:
+// each wait is one for the whole unit.
+template <typename Of>
+__device__ __forceinline__ float SumOfShare(uint32_t share, uint32_t count, Of of) {
+  constexpr uint32_t kAtOnce = 4;
+  float sum = 0;
+#pragma unroll 1
+  for (uint32_t first = share; first < count; first += kAtOnce * kOutputShares) {
+    float x[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint32_t i = first + k * kOutputShares;
+      x[k] = of(min(i, count - 1), i < count);
+    }
+#pragma unroll
+    for (const float of_state : x) sum += of_state;
+  }
+  return sum;
+}
+
 // A share of a channel's sums: x over the zones' states, y over those of all groups. A thread has a
 // channel.
 inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
@@ -125,39 +146,19 @@ inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
   const float zone_max = memory_->lanes[lane].zone_max, max = memory_->sums[lane].x;
   const float* zones =
       TileStates(step_, unit_, tile, zone_floats) + lane % kLanes * (kStateHead + dim);
-  // Some at once, without branches that would wait for one after another: each wait is one for the
-  // whole unit.
-  constexpr uint32_t kZonesAtOnce = 4, kSlicesAtOnce = 4;
-  float2 sums = {};
-#pragma unroll 1
-  for (uint32_t first = share; first < row_.read_pieces; first += kZonesAtOnce * kOutputShares) {
-    float x[kZonesAtOnce];
-#pragma unroll
-    for (uint32_t k = 0; k < kZonesAtOnce; ++k) {
-      const uint32_t p = first + k * kOutputShares;
-      const float* state = zones + uint64_t{min(p, row_.read_pieces - 1)} * zone_floats;
-      const float of_max = state[kHeadMax], sum = state[kHeadSum];
-      const bool counts = p < row_.read_pieces && sum > 0;
-      x[k] = Weight(counts ? of_max : -INFINITY, zone_max) * state[kStateHead + channel];
-    }
-#pragma unroll
-    for (const float of_state : x) sums.x += of_state;
-  }
-#pragma unroll 1
-  for (uint32_t first = share; first < row_.tree_slices; first += kSlicesAtOnce * kOutputShares) {
-    float x[kSlicesAtOnce];
-#pragma unroll
-    for (uint32_t k = 0; k < kSlicesAtOnce; ++k) {
-      const uint32_t s = first + k * kOutputShares;
-      const float* state = StateOfGroups(tile, min(s, row_.tree_slices - 1)) +
-                           lane % kLanes * (kStateHead + 2 * dim);
-      const float of_max = state[kTreeMax];
-      const float value = state[kStateHead + channel] + state[kStateHead + dim + channel];
-      x[k] = Weight(s < row_.tree_slices ? of_max : -INFINITY, max) * value;
-    }
-#pragma unroll
-    for (const float of_state : x) sums.y += of_state;
-  }
+  float2 sums;
+  sums.x = SumOfShare(share, row_.read_pieces, [&](uint32_t p, bool there) {
+    const float* state = zones + uint64_t{p} * zone_floats;
+    const float of_max = state[kHeadMax], sum = state[kHeadSum];
+    const bool counts = there && sum > 0;
+    return Weight(counts ? of_max : -INFINITY, zone_max) * state[kStateHead + channel];
+  });
+  sums.y = SumOfShare(share, row_.tree_slices, [&](uint32_t s, bool there) {
+    const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
+    const float of_max = state[kTreeMax];
+    const float value = state[kStateHead + channel] + state[kStateHead + dim + channel];
+    return Weight(there ? of_max : -INFINITY, max) * value;
+  });
   return sums;
 }
 

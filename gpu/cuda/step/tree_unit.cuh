@@ -226,12 +226,8 @@ inline __device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t* list
     const uint32_t i = first + thread;
     ListedRow row;
     if (i < end) row = {level.best_keys[i], level.error_keys[i]};
-    uint32_t to = row.size;  // the end of the row's words among those of the warp's rows
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, to, offset);
-      if (thread >= offset) to += other;
-    }
+    // The end of the row's words among those of the warp's rows.
+    const uint32_t to = SumThrough(row.size);
     const uint32_t words = __shfl_sync(~0u, to, 31), from = to - row.size;
     if (i < end) level.error_keys[i] = number + from;
 #pragma unroll 1
