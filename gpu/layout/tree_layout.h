@@ -74,7 +74,7 @@ constexpr uint64_t TreeWordsPerUnit(const RowRef& row) {
   return TreeItems(row) + row.slots + tries / sizeof(uint32_t);
 }
 // What the first stage over a tree item leaves of where it lies (StepHeader::tree_places).
-inline constexpr uint32_t kTreePlaceBytes = 80;
+inline constexpr uint32_t kTreePlaceBytes = 240;
 constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;
   return uint64_t{row.slots} * (uint64_t{group} * (row.second_order != 0 ? 2 : 1) + 1);

@@ -395,7 +395,7 @@ class Checker {
     part("chosen_pieces", h_.chosen_pieces, chosen_pieces_ * sizeof(ChosenPiece));
     part("cursors", h_.cursors, kCursors * sizeof(uint32_t));
     part("tree_words", h_.tree_words, tree_words_ * sizeof(uint32_t));
-    part("tree_places", h_.tree_places, tree_items_ * 80);
+    part("tree_places", h_.tree_places, tree_items_ * 240);
     part("tree_queries", h_.tree_queries,
          tree_items_ * kLanes * (5 * shape_.head_dim / 2 + 3) * sizeof(float));
     part("tree_states", h_.tree_states,

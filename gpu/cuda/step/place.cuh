@@ -26,6 +26,20 @@ __device__ __forceinline__ uint32_t LastNotAfter(uint32_t n, uint64_t item, Firs
   return low;
 }
 
+// The same by a whole warp, all of whose threads have one item: a look at up to 32 at a time.
+template <typename First>
+__device__ __forceinline__ uint32_t LastNotAfterOfWarp(uint32_t n, uint64_t item, First first) {
+  uint32_t low = 0;
+  while (n > 1) {
+    const uint32_t apart = (n + 31) / 32, at = threadIdx.x % 32 * apart;
+    const bool not_after = at < n && first(low + at) <= item;
+    const uint32_t before = (__popc(__ballot_sync(~0u, not_after)) - 1) * apart;
+    low += before;
+    n = min(apart, n - before);
+  }
+  return low;
+}
+
 // A unit and what it belongs to.
 struct UnitPlace {
   const RowRef* row;
@@ -43,9 +57,11 @@ struct UnitPlace {
   }
 };
 
+// By a whole warp, all of whose threads have one unit.
 __device__ __forceinline__ const RowRef* RowOfUnit(const StepHeader& step, uint32_t unit) {
-  return step.row_refs +
-         LastNotAfter(step.rows, unit, [&](uint32_t i) { return step.row_refs[i].first_unit; });
+  return step.row_refs + LastNotAfterOfWarp(step.rows, unit, [&](uint32_t i) {
+           return step.row_refs[i].first_unit;
+         });
 }
 
 // Lane `lane` of a tile: which query head and token.

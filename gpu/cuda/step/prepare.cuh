@@ -16,25 +16,42 @@ inline constexpr uint32_t kPrepareWarps = 8;
 
 // ---- kernels ----
 
-// A thread's share of the query that starts at element `first`: every 32nd element.
+// A thread's share of a query: every 32nd element. It is on its way until it is looked at.
 template <int kCount>
-__device__ __forceinline__ void LoadQuery(const StepHeader& step, uint64_t first,
-                                          float (&x)[kCount]) {
-  const uint64_t at = first + threadIdx.x % 32;
-  const auto load = [&](auto* queries, auto to_float) {
+class QueryShare {
+ public:
+  // first: the query's first element; none: whether all are 0 instead.
+  __device__ __forceinline__ QueryShare(const StepHeader& step, uint64_t first, bool none)
+      : dtype_(step.query_dtype) {
+    const uint64_t at = first + threadIdx.x % 32;
+    const auto load = [&](auto* from) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = to_float(queries[at + i * 32]);
-  };
-  switch (step.query_dtype) {
-    case static_cast<uint32_t>(DType::kBf16):
-      return load(reinterpret_cast<const __nv_bfloat16*>(step.queries),
-                  Element<__nv_bfloat16>::ToFloat);
-    case static_cast<uint32_t>(DType::kFp16):
-      return load(reinterpret_cast<const __half*>(step.queries), Element<__half>::ToFloat);
-    default:
-      return load(reinterpret_cast<const float*>(step.queries), [](float v) { return v; });
+      for (int i = 0; i < kCount; ++i) bits_[i] = from[at + i * 32];
+    };
+    if (none) return;
+    if (dtype_ == static_cast<uint32_t>(DType::kFp32)) {
+      load(reinterpret_cast<const uint32_t*>(step.queries));
+    } else {
+      load(reinterpret_cast<const uint16_t*>(step.queries));
+    }
   }
-}
+
+  __device__ __forceinline__ float operator[](int i) const {
+    const auto half = static_cast<uint16_t>(bits_[i]);
+    switch (dtype_) {
+      case static_cast<uint32_t>(DType::kBf16):
+        return __uint_as_float(bits_[i] << 16);
+      case static_cast<uint32_t>(DType::kFp16):
+        return Element<__half>::ToFloat(*reinterpret_cast<const __half*>(&half));
+      default:
+        return __uint_as_float(bits_[i]);
+    }
+  }
+
+ private:
+  const uint32_t dtype_;
+  uint32_t bits_[kCount] = {};
+};
 
 // A tile's queries in shared memory, scaled: the queries by a power of two into [-1, 1], so that
 // fp16 holds them whatever they were; their squares by the greatest. The factors carry both.
@@ -49,8 +66,7 @@ template <int kDim>
 __device__ __forceinline__ void LoadLane(const StepHeader& step, const LanePlace& place,
                                          uint32_t lane, TileQueries<kDim>* tile, float* factors) {
   const uint32_t thread = threadIdx.x % 32;
-  float x[kDim / 32] = {};
-  if (place.used) LoadQuery(step, place.slot * kDim, x);
+  const QueryShare<kDim / 32> x(step, place.slot * kDim, !place.used);
   float greatest = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kDim / 32; ++i) greatest = fmaxf(greatest, fabsf(x[i]));

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kVa
   WaitForKernelBefore();
   ForPieces(&step.cursors[kTakenReadPieces], step.read_items, [&](uint32_t item, auto take) {
     if (item + gridDim.x >= step.read_items) LetNextKernelStart();
-    const RowRef* row = step.row_refs + LastNotAfter(step.rows, item, [&](uint32_t i) {
+    const RowRef* row = step.row_refs + LastNotAfterOfWarp(step.rows, item, [&](uint32_t i) {
                           return step.row_refs[i].first_read_item;
                         });
     const uint32_t number = item - row->first_read_item;

@@ -21,93 +21,111 @@ inline constexpr int kTreeBlocks = kDim + kValueDim <= 320 ? 2 : 1;
 inline constexpr float kTreeQueryMax = 1e17f;
 
 __device__ __forceinline__ const RowRef* RowOfTreeItem(const StepHeader& step, uint32_t item) {
-  return step.row_refs + LastNotAfter(step.rows, item,
-                                      [&](uint32_t i) { return step.row_refs[i].first_tree_item; });
+  return step.row_refs + LastNotAfterOfWarp(step.rows, item, [&](uint32_t i) {
+           return step.row_refs[i].first_tree_item;
+         });
 }
-
-// The row's segment that a slice belongs to: the last one whose first slice is not behind it. The
-// whole warp, whose threads look at 32 segments at once.
 __device__ __forceinline__ uint32_t SegmentOfSlice(const StepHeader& step, const RowRef& row,
                                                    uint32_t slice) {
-  uint32_t before = 0;
-  for (uint32_t first = 0; first < row.segment_count; first += 32) {
-    const uint32_t segment = first + threadIdx.x % 32;
-    const bool begun =
-        segment < row.segment_count && step.trees[row.trees_begin + segment].first_slice <= slice;
-    before += __popc(__ballot_sync(~0u, begun));
-  }
-  return before - 1;
-}
-
-// A tree item: one slice of a unit's groups, for one tile of its queries.
-struct alignas(16) TreeItem {
-  const RowRef* row;
-  uint32_t number;  // in the step
-  uint32_t slice;   // of the row
-  uint32_t segment;
-  uint32_t tile;
-  UnitPlace unit;
-  const SegmentRef* ref;
-  const TreeRef* tree;
-  const std::byte* head;  // the KV head's index
-
-  __device__ __forceinline__ TreeItem(const StepHeader& step, uint32_t item)
-      : row(RowOfTreeItem(step, item)),
-        number(item),
-        slice((item - row->first_tree_item) % row->tree_slices),
-        segment(SegmentOfSlice(step, *row, slice)),
-        tile((item - row->first_tree_item) / row->tree_slices % row->tiles_per_unit),
-        unit(step, row, (item - row->first_tree_item) / (row->tree_slices * row->tiles_per_unit)),
-        ref(step.segments + row->segments_begin + segment),
-        tree(step.trees + row->trees_begin + segment),
-        head(ref->index + unit.kv_head * ref->index_head_bytes) {}
-
-  // The slice's first group, among the segment's.
-  __device__ __forceinline__ uint32_t first_group() const {
-    return (slice - tree->first_slice) * row->tree_slice_groups;
-  }
-  // The end of the slice's group slots.
-  __device__ __forceinline__ uint32_t slots_end() const {
-    return min(tree->group_slots, first_group() + row->tree_slice_groups);
-  }
-  // The end of the rows that the index has room for, of the slice's groups: what is asked for
-  // before it is known how many groups there are.
-  __device__ __forceinline__ uint32_t room_end() const {
-    return max(first_group(), min(tree->max_groups, first_group() + row->tree_slice_groups));
-  }
-  // The end of the slice's groups: the segment may have fewer than its index has room for.
-  __device__ __forceinline__ uint32_t groups_end() const {
-    const TreePart& part = tree->offsets.groups;
-    const uint32_t groups = *reinterpret_cast<const uint32_t*>(head + part.count);
-    return max(first_group(), min(groups, first_group() + row->tree_slice_groups));
-  }
-  __device__ __forceinline__ const float* Floats(uint32_t offset) const {
-    return reinterpret_cast<const float*>(head + offset);
-  }
-};
-
-// Where the first stage over an item leaves it, for those that follow: looking it up is several
-// waits for memory, one after another, and reading it one.
-__device__ __forceinline__ TreeItem* PlaceOfItem(const StepHeader& step, uint32_t item) {
-  static_assert(sizeof(TreeItem) == kTreePlaceBytes && kTreePlaceBytes % alignof(TreeItem) == 0);
-  return reinterpret_cast<TreeItem*>(step.tree_places + uint64_t{item} * kTreePlaceBytes);
-}
-__device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem& item) {
-  if (threadIdx.x == 0) *PlaceOfItem(step, item.number) = item;
-}
-__device__ __forceinline__ TreeItem ReadItem(const StepHeader& step, uint32_t number) {
-  const TreeItem item = *PlaceOfItem(step, number);
-  AssumeGlobal(item.row);
-  AssumeGlobal(item.unit.row);
-  AssumeGlobal(item.ref);
-  AssumeGlobal(item.tree);
-  AssumeGlobal(item.head);
-  return item;
+  const TreeRef* trees = step.trees + row.trees_begin;
+  return LastNotAfterOfWarp(row.segment_count, slice,
+                            [&](uint32_t i) { return trees[i].first_slice; });
 }
 
 __device__ __forceinline__ uint32_t* UnitTreeWords(const StepHeader& step, const UnitPlace& unit) {
   return step.tree_words + unit.row->first_word + unit.in_row * TreeWordsPerUnit(*unit.row);
 }
+// A tree item: one slice of a unit's groups, for one tile of its queries. Finding one takes several
+// look-ups, one after another.
+struct alignas(16) TreeItem {
+  const RowRef* row;
+  const std::byte* head;       // the KV head's index of the slice's segment
+  const TreeOffsets* offsets;  // of that index
+  uint32_t* words;             // of the unit (TreeLane)
+  UnitPlace unit;
+  uint32_t number;  // in the step
+  uint32_t slice;   // of the row
+  uint32_t segment;
+  uint32_t tile;
+  TreeChoice choice;
+  uint32_t first_slice, slices;  // of the segment
+  uint32_t first_group_slot;     // of the segment, among the row's
+  uint32_t first_group;          // of the slice, as the ends, among the segment's
+  uint32_t groups_end;           // the segment may have fewer groups than its index has room for
+  uint32_t
+      room_end;  // of that room: what is asked for before it is known how many groups there are
+  uint32_t slots_end;  // of the slice's group slots
+
+  __device__ __forceinline__ const float* Floats(uint32_t offset) const {
+    return reinterpret_cast<const float*>(head + offset);
+  }
+};
+
+__device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t number) {
+  const RowRef* row = RowOfTreeItem(step, number);
+  const uint32_t in_row = number - row->first_tree_item;
+  const uint32_t slice = in_row % row->tree_slices, tile_of_row = in_row / row->tree_slices;
+  const uint32_t segment = SegmentOfSlice(step, *row, slice);
+  const TreeRef& tree = step.trees[row->trees_begin + segment];
+  const SegmentRef& ref = step.segments[row->segments_begin + segment];
+  const UnitPlace unit(step, row, tile_of_row / row->tiles_per_unit);
+  const std::byte* head = ref.index + unit.kv_head * ref.index_head_bytes;
+  const uint32_t first_group = (slice - tree.first_slice) * row->tree_slice_groups;
+  const auto end_of = [&](uint32_t all) {
+    return max(first_group, min(all, first_group + row->tree_slice_groups));
+  };
+  return {
+      .row = row,
+      .head = head,
+      .offsets = &tree.offsets,
+      .words = UnitTreeWords(step, unit),
+      .unit = unit,
+      .number = number,
+      .slice = slice,
+      .segment = segment,
+      .tile = tile_of_row % row->tiles_per_unit,
+      .choice = ChoiceOf(*row),
+      .first_slice = tree.first_slice,
+      .slices = tree.slices,
+      .first_group_slot = tree.first_group_slot,
+      .first_group = first_group,
+      .groups_end = end_of(*reinterpret_cast<const uint32_t*>(head + tree.offsets.groups.count)),
+      .room_end = end_of(tree.max_groups),
+      .slots_end = end_of(tree.group_slots)};
+}
+
+// What the first stage over an item leaves of it for those that follow: reading it is one wait. Its
+// offsets lie beside it, so that they need not wait for it.
+struct TreePlace {
+  TreeItem item;
+  TreeOffsets offsets;
+};
+__device__ __forceinline__ TreePlace* PlaceOfItem(const StepHeader& step, uint32_t item) {
+  static_assert(sizeof(TreePlace) == kTreePlaceBytes && kTreePlaceBytes % alignof(TreePlace) == 0);
+  return reinterpret_cast<TreePlace*>(step.tree_places + uint64_t{item} * kTreePlaceBytes);
+}
+// By the whole thread block.
+__device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem& item) {
+  constexpr uint32_t kOffsets = sizeof(TreeOffsets) / sizeof(uint32_t);
+  TreePlace* place = PlaceOfItem(step, item.number);
+  if (threadIdx.x < kOffsets) {
+    reinterpret_cast<uint32_t*>(&place->offsets)[threadIdx.x] =
+        reinterpret_cast<const uint32_t*>(item.offsets)[threadIdx.x];
+  }
+  if (threadIdx.x == kTreeThreads - 1) place->item = item;
+}
+__device__ __forceinline__ TreeItem ReadItem(const StepHeader& step, uint32_t number) {
+  const TreePlace* place = PlaceOfItem(step, number);
+  AssumeGlobal(place);
+  TreeItem item = place->item;
+  item.offsets = &place->offsets;
+  AssumeGlobal(item.row);
+  AssumeGlobal(item.unit.row);
+  AssumeGlobal(item.head);
+  AssumeGlobal(item.words);
+  return item;
+}
+
 // Of a unit of TreeChoice::kByHead.
 __device__ __forceinline__ TreeTries* TriesOf(const StepHeader& step, const UnitPlace& unit) {
   uint32_t* words = UnitTreeWords(step, unit) + TreeItems(*unit.row) + unit.row->slots;
@@ -130,14 +148,6 @@ struct TreeQueries {
   float square_factor[kLanes];          // of dot products with `squares`
   float base_dot[kLanes];               // the logit of the key base, in log2 units
   VectorDigits<kDim> queries, squares;  // squares: of `rotated`
-};
-
-// What they are made with.
-template <int kDim>
-struct TreeQueryMaking {
-  // Queries times a power of two, within [-1, 1] unless they are beyond 2^100.
-  float vectors[kLanes][kDim];
-  __align__(16) uint32_t query_words[FragmentWords(kDim)];  // of the same
 };
 
 template <int kDim>
@@ -209,20 +219,70 @@ __device__ __forceinline__ uint32_t SumThrough(uint32_t x) {
   return x;
 }
 
-// Fills `making`, `queries`, logit_factor and base_dot.
+// How an item's queries are made, by the whole thread block: each warp has a lane.
 template <int kDim>
-__device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const TreeItem& item,
-                                                TreeQueryMaking<kDim>* making,
-                                                TreeQueries<kDim>* queries) {
-  const uint32_t thread = threadIdx.x % 32;
-  const float* base = item.Floats(item.tree->offsets.key_base);
-  for (uint32_t lane = threadIdx.x / 32; lane < kLanes; lane += kTreeWarps) {
-    const LanePlace place(step, item.unit, item.tile, lane);
-    float x[kDim / 32] = {};
-    if (place.used) LoadQuery(step, place.slot * kDim, x);
+class TreeQueryMaker {
+ public:
+  static constexpr bool kHoldsAxes = kDim <= 128;  // else only some are asked for ahead
+  // The queries as the left sides of products with axes.
+  struct Memory {
+    __align__(16) uint32_t fragments[FragmentWords(kDim)];
+  };
+
+  // Asks for what they are made of.
+  __device__ __forceinline__ TreeQueryMaker(const StepHeader& step, const TreeItem& item)
+      : TreeQueryMaker(step, item, LanePlace(step, item.unit, item.tile, Lane())) {}
+
+  // rotates: whether variances count; else queries have no length along the axes.
+  __device__ __forceinline__ void Make(bool rotates, Memory* memory, TreeQueries<kDim>* to) {
+    Scale(memory, to);
+    __syncthreads();
+    Rotate(rotates, *memory, to);
+    __syncthreads();
+    Square(to);
+    __syncthreads();
+  }
+
+ private:
+  static constexpr uint32_t kPerThread = kDim / 32;         // of a lane's channels
+  static constexpr uint32_t kRuns = kDim / 8 / kTreeWarps;  // of eight axes, of a warp
+  static constexpr uint32_t kHeld = kHoldsAxes ? kRuns : 1;
+  static_assert(kLanes == kTreeWarps && kRuns * 8 * kTreeWarps == kDim);
+  // A thread's share of eight axes, as the right side of products.
+  struct AxisRun {
+    uint4 words[kDim / 32];
+  };
+
+  __device__ __forceinline__ TreeQueryMaker(const StepHeader& step, const TreeItem& item,
+                                            const LanePlace& place)
+      : scale_(step.softmax_scale),
+        axes_(item.head + item.offsets->axes),
+        x_(step, place.slot * kDim, !place.used) {
+    const float* base = item.Floats(item.offsets->key_base) + threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t i = 0; i < kPerThread; ++i) base_[i] = __ldg(base + i * 32);
+#pragma unroll
+    for (uint32_t i = 0; i < kHeld; ++i) held_[i] = Axes(i);
+  }
+  static __device__ __forceinline__ uint32_t Lane() { return threadIdx.x / 32; }
+  static __device__ __forceinline__ uint32_t FirstAxis(uint32_t run) {
+    return (threadIdx.x / 32 + run * kTreeWarps) * 8;
+  }
+  __device__ __forceinline__ AxisRun Axes(uint32_t run) const {
+    const uint32_t g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto* from = reinterpret_cast<const uint4*>(axes_ + (FirstAxis(run) + g) * kDim * 2) + t;
+    AxisRun axes;
+#pragma unroll
+    for (uint32_t at = 0; at < kDim / 32; ++at) axes.words[at] = __ldg(from + at * 4);
+    return axes;
+  }
+
+  // Fills the lane's `queries`, logit_factor and base_dot, and its fragments.
+  __device__ __forceinline__ void Scale(Memory* memory, TreeQueries<kDim>* to) const {
+    const uint32_t thread = threadIdx.x % 32, lane = Lane();
     float greatest = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kDim / 32; ++i) greatest = fmaxf(greatest, fabsf(x[i]));
+    for (uint32_t i = 0; i < kPerThread; ++i) greatest = fmaxf(greatest, fabsf(x_[i]));
     greatest = MaxOverWarp(greatest);
     int exponent = 0;
     if (greatest > 0) frexpf(greatest, &exponent);
@@ -230,74 +290,78 @@ __device__ __forceinline__ void LoadTreeQueries(const StepHeader& step, const Tr
     const float down = ldexpf(1.0f, -exponent);
     float dot = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kDim / 32; ++i) {
-      const float scaled = x[i] * down;
-      making->vectors[lane][i * 32 + thread] = scaled;
-      queries->queries.Store(scaled, i * 32 + thread, lane);
-      dot += scaled * __ldg(base + i * 32 + thread);
+    for (uint32_t i = 0; i < kPerThread; ++i) {
+      // Within [-1, 1] unless it is beyond 2^100.
+      const float scaled = x_[i] * down;
+      to->queries.Store(scaled, i * 32 + thread, lane);
+      StoreFragment(scaled, i, memory);
+      dot += scaled * base_[i];
     }
     dot = SumOfWarp(dot);
-    if (thread == 0) {
-      const float factor = ldexpf(step.softmax_scale, exponent) * kLog2E;
-      queries->logit_factor[lane] = factor;
-      queries->base_dot[lane] = factor * dot;
+    if (thread != 0) return;
+    const float factor = ldexpf(scale_, exponent) * kLog2E;
+    to->logit_factor[lane] = factor;
+    to->base_dot[lane] = factor * dot;
+  }
+  // Of the warp's 32 neighbouring channels, which products take in pairs.
+  static __device__ __forceinline__ void StoreFragment(float x, uint32_t block, Memory* memory) {
+    const uint32_t thread = threadIdx.x % 32;
+    const float next = __shfl_xor_sync(~0u, x, 1);  // of an even thread
+    if (thread % 2 != 0) return;
+    uint2 words;
+    Split<__nv_bfloat16>(x, next, &words.x, &words.y);
+    uint32_t* to = memory->fragments + (block * 32 + Lane() * 4 + thread / 8) * 8 + thread % 8;
+    *reinterpret_cast<uint2*>(to) = words;
+  }
+  // Fills `rotated`.
+  __device__ __forceinline__ void Rotate(bool rotates, const Memory& memory,
+                                         TreeQueries<kDim>* to) const {
+    const uint32_t thread = threadIdx.x % 32, g = thread / 4, t = thread % 4;
+    const uint4* q = reinterpret_cast<const uint4*>(memory.fragments) + thread * 2;
+    const float factor = fminf(to->logit_factor[g] / kLog2E, kTreeQueryMax);
+#pragma unroll
+    for (uint32_t i = 0; i < kRuns; ++i) {
+      const AxisRun axes = i < kHeld ? held_[i] : Axes(i);
+      float sum[4] = {};
+#pragma unroll
+      for (uint32_t at = 0; at < kDim / 32; ++at) {
+        const uint4 q0 = q[at * 64], q1 = q[at * 64 + 1];
+        const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
+        const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
+        const uint4& x = axes.words[at];
+        MultiplyAdd<__nv_bfloat16>(sum, a0, x.x, x.y);
+        MultiplyAdd<__nv_bfloat16>(sum, a1, x.z, x.w);
+      }
+      float* rotated = to->rotated[g] + FirstAxis(i) + 2 * t;
+      rotated[0] = rotates ? factor * (sum[0] + sum[2]) : 0.0f;
+      rotated[1] = rotates ? factor * (sum[1] + sum[3]) : 0.0f;
     }
   }
-  __syncthreads();
-  WriteTreeFragments<kDim>(making->vectors, making->query_words);
-  __syncthreads();
-}
-
-// Fills `rotated`.
-template <int kDim>
-__device__ __forceinline__ void RotateQueries(const TreeItem& item,
-                                              const TreeQueryMaking<kDim>& making,
-                                              TreeQueries<kDim>* queries) {
-  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-  const uint32_t g = thread / 4, t = thread % 4;
-  const std::byte* axes = item.head + item.tree->offsets.axes;
-  const uint4* q = reinterpret_cast<const uint4*>(making.query_words) + thread * 2;
-  const float factor = fminf(queries->logit_factor[g] / kLog2E, kTreeQueryMax);
-#pragma unroll 2
-  for (uint32_t n = warp; n < kDim / 8; n += kTreeWarps) {
-    float sum[4] = {};
-    const uint4* row = reinterpret_cast<const uint4*>(axes + (n * 8 + g) * kDim * 2) + t;
+  // Fills the lane's `squares` and square_factor from `rotated`.
+  static __device__ __forceinline__ void Square(TreeQueries<kDim>* to) {
+    const uint32_t thread = threadIdx.x % 32, lane = Lane();
+    float x[kPerThread], greatest = 0;
 #pragma unroll
-    for (int at = 0; at < kDim / 32; ++at) {
-      const uint4 q0 = q[at * 64], q1 = q[at * 64 + 1];
-      const uint32_t a0[4] = {q0.x, q0.y, q0.z, q0.w};
-      const uint32_t a1[4] = {q1.x, q1.y, q1.z, q1.w};
-      const uint4 x = __ldg(row + at * 4);
-      MultiplyAdd<__nv_bfloat16>(sum, a0, x.x, x.y);
-      MultiplyAdd<__nv_bfloat16>(sum, a1, x.z, x.w);
-    }
-    queries->rotated[g][n * 8 + 2 * t] = factor * (sum[0] + sum[2]);
-    queries->rotated[g][n * 8 + 2 * t + 1] = factor * (sum[1] + sum[3]);
-  }
-  __syncthreads();
-}
-
-// Fills `squares` and square_factor from `rotated`.
-template <int kDim>
-__device__ __forceinline__ void SquareQueries(TreeQueries<kDim>* queries) {
-  const uint32_t thread = threadIdx.x % 32;
-  for (uint32_t lane = threadIdx.x / 32; lane < kLanes; lane += kTreeWarps) {
-    float greatest = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kDim / 32; ++i) {
-      greatest = fmaxf(greatest, fabsf(queries->rotated[lane][i * 32 + thread]));
+    for (uint32_t i = 0; i < kPerThread; ++i) {
+      x[i] = to->rotated[lane][i * 32 + thread];
+      greatest = fmaxf(greatest, fabsf(x[i]));
     }
     greatest = MaxOverWarp(greatest);
     const float down = greatest > 0 ? 1 / greatest : 0.0f;
 #pragma unroll
-    for (uint32_t i = 0; i < kDim / 32; ++i) {
-      const float share = queries->rotated[lane][i * 32 + thread] * down;
-      queries->squares.Store(share * share, ChannelOfAxis<kDim>(i * 32 + thread), lane);
+    for (uint32_t i = 0; i < kPerThread; ++i) {
+      const float share = x[i] * down;
+      to->squares.Store(share * share, ChannelOfAxis<kDim>(i * 32 + thread), lane);
     }
-    if (thread == 0) queries->square_factor[lane] = greatest * greatest;
+    if (thread == 0) to->square_factor[lane] = greatest * greatest;
   }
-  __syncthreads();
-}
+
+  const float scale_;
+  const std::byte* const axes_;
+  const QueryShare<kPerThread> x_;
+  float base_[kPerThread];
+  AxisRun held_[kHeld];
+};
 
 }  // namespace attnd::gpu
 

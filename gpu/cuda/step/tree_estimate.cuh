@@ -48,11 +48,11 @@ class EstimatedTiles {
                                             uint32_t lane, bool with_groups)
       : step_(step),
         item_(item),
-        leaves_(step, item),
+        leaves_(item),
         lane_(item.tile * kLanes + lane),
-        first_group_(item.first_group()),
-        room_(with_groups ? item.room_end() - first_group_ : 0),
-        groups_(with_groups ? item.groups_end() - first_group_ : 0),
+        first_group_(item.first_group),
+        room_(with_groups ? item.room_end - first_group_ : 0),
+        groups_(with_groups ? item.groups_end - first_group_ : 0),
         group_tiles_((room_ + kTileRows - 1) / kTileRows) {}
 
   __device__ __forceinline__ uint32_t count() const {
@@ -75,11 +75,10 @@ class EstimatedTiles {
       return TreeScoresAt(step_, item_.unit, groups ? places.groups.*of : places.leaves.*of);
     };
     // Among the row's group slots, or the unit's items.
-    const uint32_t slot =
-        before + (groups ? item_.tree->first_group_slot + first_group_ : leaves_.begin);
+    const uint32_t slot = before + (groups ? item_.first_group_slot + first_group_ : leaves_.begin);
     const uint64_t score = uint64_t{lane_} * (groups ? row.group_slots : row.slots) + slot;
     EstimatedTile tile;
-    tile.part = groups ? &item_.tree->offsets.groups : &item_.tree->offsets.leaves;
+    tile.part = groups ? &item_.offsets->groups : &item_.offsets->leaves;
     tile.of_leaves = !groups;
     tile.first = first_group_ + before;
     const uint32_t leaves = leaves_.end - leaves_.begin;
@@ -144,7 +143,11 @@ class EstimateWorker {
       __syncthreads();
     }
     Loads loads;
-    if (tiles_.count() > 0) Ask(0, &loads);
+    if (tiles_.count() > 0) {
+      Ask(0, &loads);
+    } else {
+      AskForSlopes(0);
+    }
     AskForLeaf(1);
     CommitCopies();
 #pragma unroll 1
@@ -223,6 +226,11 @@ class EstimateWorker {
     }
   }
 
+  // By way of the rows of tile i, which is none.
+  __device__ __forceinline__ void AskForSlopes(uint32_t i) {
+    Sums::AskForSlopes(item_, &memory_->rows[i % 2]);
+  }
+
   // loads: of tile i; in the end of the next one, if there is one.
   __device__ __forceinline__ void AddTile(uint32_t i, Loads* loads) {
     SummedRows<kDim, kValueDim>* rows = &memory_->rows[i % 2];
@@ -247,7 +255,11 @@ class EstimateWorker {
     const uint32_t lane = 2 * (threadIdx.x % 4);
     const LaneWeights greatest[2] = {memory_->tops.WeightsOf(pairs_, lane),
                                      memory_->tops.WeightsOf(pairs_, lane + 1)};
-    if (i + 1 < tiles_.count()) Ask(i + 1, loads);
+    if (i + 1 < tiles_.count()) {
+      Ask(i + 1, loads);
+    } else {
+      AskForSlopes(i + 1);
+    }
     AskForLeaf(i + 2);
     CommitCopies();
     WaitCopies<1>();
@@ -289,7 +301,7 @@ class EstimateWorker {
     totals_.StoreMasses(&memory_->heads);
     totals_.StoreErrors(&memory_->heads);
     sums_.Finish(
-        item_, lanes_, memory_->rotated, &memory_->exchange,
+        item_, lanes_, memory_->rotated, memory_->rows[tiles_.count() % 2], &memory_->exchange,
         [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
         [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
           const uint32_t at = kStateHead + channel;
@@ -336,11 +348,10 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   using Worker = EstimateWorker<kDim, kValueDim, kChoice>;
   const typename Worker::Queries queries(step, blockIdx.x);
   const TreeItem item = ReadItem(step, blockIdx.x);
-  if (ChoiceOf(*item.row) != kChoice) return;
+  if (item.choice != kChoice) return;
   if constexpr (kChoice == TreeChoice::kByHead) {
     if (PhaseOf(step, item.unit) == TreePhase::kDone) return;
   }
-  PrefetchBytes(item.head + item.tree->offsets.slopes, kDim * kValueDim * 2);
   Worker(step, item, queries, reinterpret_cast<EstimateMemory<kDim, kValueDim>*>(block_memory))
       .Run();
 }

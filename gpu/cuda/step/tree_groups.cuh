@@ -20,29 +20,27 @@ __device__ __forceinline__ TreeRowSet RowsInOrder(uint32_t first, uint32_t count
 // What the thread block does not ask for at once.
 template <int kDim, int kValueDim>
 __device__ __forceinline__ void PrefetchGroups(const TreeItem& item) {
-  const TreeOffsets& offsets = item.tree->offsets;
-  PrefetchBytes(item.head + offsets.axes, kDim * kDim * 2);
+  const TreeOffsets& offsets = *item.offsets;
+  if (!TreeQueryMaker<kDim>::kHoldsAxes) PrefetchBytes(item.head + offsets.axes, kDim * kDim * 2);
   PrefetchBytes(item.head + offsets.slopes, kDim * kValueDim * 2);
   const TreePart& part = offsets.groups;
-  const uint32_t first = min(item.first_group(), item.tree->max_groups);
-  const uint32_t bytes = 4 * min(item.tree->max_groups - first, item.row->tree_slice_groups);
+  const uint32_t first = item.first_group, bytes = 4 * (item.room_end - first);
   for (const uint32_t of : {part.starts, part.first_members, part.spread, part.value_norm2}) {
     PrefetchBytes(item.head + of + first * 4, bytes);
   }
 }
 
 // Stores what choosing needs of an item's groups; of slots without a group zeros.
-__device__ __forceinline__ void StoreGroupInfos(const StepHeader& step, const TreeItem& item,
-                                                uint32_t groups) {
+__device__ __forceinline__ void StoreGroupInfos(const StepHeader& step, const TreeItem& item) {
   if (item.tile != 0) return;  // the other tiles store none
   const TreeScores places = TreeScoresOf(*item.row, step.group);
   auto* to = reinterpret_cast<TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
-             item.tree->first_group_slot;
-  const TreePart& part = item.tree->offsets.groups;
+             item.first_group_slot;
+  const TreePart& part = item.offsets->groups;
   const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
-  for (uint32_t i = item.first_group() + threadIdx.x; i < item.slots_end(); i += kTreeThreads) {
+  for (uint32_t i = item.first_group + threadIdx.x; i < item.slots_end; i += kTreeThreads) {
     TreeRowInfo info = {};
-    if (i < groups) {
+    if (i < item.groups_end) {
       info = IndexInfo(item, part, i).info();
       const uint32_t first = __ldg(members + i), next = __ldg(members + i + 1);
       info.place = first | (next - first) << 16;
@@ -58,7 +56,7 @@ struct GroupNumbers {
 
   // Asks for those of `count` groups from `first` on.
   __device__ __forceinline__ void Ask(const TreeItem& item, uint32_t first, uint32_t count) {
-    const TreePart& part = item.tree->offsets.groups;
+    const TreePart& part = item.offsets->groups;
     const uint32_t parts[] = {part.centroid_scales, part.log_size, part.variance_unit,
                               part.mean_value_scales, part.value_norm2};
     float* to[] = {centroid_scales, log_sizes, units, value_scales, value_norms2};
@@ -88,7 +86,7 @@ struct GroupsMemory {
   };
   Rows first;
   union {
-    TreeQueryMaking<kDim> making;  // until the second tile is asked for
+    typename TreeQueryMaker<kDim>::Memory making;  // until the second tile is asked for
     Rows second;
   };
   WarpTops tops;
@@ -111,36 +109,35 @@ class GroupsWorker {
         item_(item),
         memory_(memory),
         lanes_(LanesOf(step, item.unit, item.tile)),
-        pairs_(lanes_),
-        room_(item.room_end()),
-        groups_(item.groups_end()) {}
+        pairs_(lanes_) {}
 
   __device__ __forceinline__ void Run() {
+    TreeQueryMaker<kDim> maker(step_, item_);
     // On their way while queries are made.
     AskForValues(0);
     CommitCopies();
     ScoredRows<kDim> rows(item_.head, part(), OwnRows(0));
-    LoadTreeQueries<kDim>(step_, item_, &memory_->making, &memory_->q);
-    RotateQueries<kDim>(item_, memory_->making, &memory_->q);
-    SquareQueries<kDim>(&memory_->q);
+    maker.Make(/*rotates=*/true, &memory_->making, &memory_->q);
     StoreQueries<kDim>(step_, item_, memory_->q);
-    const uint32_t tiles = TilesOf(groups_ - item_.first_group());
+    StoreItem(step_, item_);
+    const uint32_t tiles = Tiles();
+    if (tiles == 0) AskForSlopes(0);
 #pragma unroll 1
     for (uint32_t i = 0; i < tiles; ++i) {
       AddTile(i, tiles, &rows);
       __syncthreads();  // the tile has been read
     }
-    StoreGroupInfos(step_, item_, groups_);
+    StoreGroupInfos(step_, item_);
     StoreState();
   }
 
  private:
-  __device__ __forceinline__ const TreePart& part() const { return item_.tree->offsets.groups; }
-  static __device__ __forceinline__ uint32_t TilesOf(uint32_t groups) {
-    return (groups + kTileRows - 1) / kTileRows;
+  __device__ __forceinline__ const TreePart& part() const { return item_.offsets->groups; }
+  __device__ __forceinline__ uint32_t Tiles() const {
+    return (item_.groups_end - item_.first_group + kTileRows - 1) / kTileRows;
   }
   __device__ __forceinline__ uint32_t FirstOf(uint32_t i) const {
-    return item_.first_group() + i * kTileRows;
+    return item_.first_group + i * kTileRows;
   }
   // Of rows before `end`, those of tile i.
   __device__ __forceinline__ uint32_t CountOf(uint32_t i, uint32_t end) const {
@@ -148,11 +145,11 @@ class GroupsWorker {
   }
   // The warp's sixteen of a tile's rows.
   __device__ __forceinline__ TreeRowSet OwnRows(uint32_t i) const {
-    return RowsInOrder(FirstOf(i) + threadIdx.x / 32 * kTreeRows, room_);
+    return RowsInOrder(FirstOf(i) + threadIdx.x / 32 * kTreeRows, item_.room_end);
   }
 
   __device__ __forceinline__ void AskForValues(uint32_t i) {
-    const uint32_t first = FirstOf(i), count = CountOf(i, room_);
+    const uint32_t first = FirstOf(i), count = CountOf(i, item_.room_end);
     typename Memory::Rows* rows = memory_->RowsOf(i);
     rows->numbers.Ask(item_, first, count);
     using Parts = RowParts<kValueDim, 16>;
@@ -164,14 +161,20 @@ class GroupsWorker {
       rows->summed.AskForValues(Parts::Row(k), Parts::Byte(k), values + k * kTreeThreads * 16);
     }
   }
+  // By way of the rows of tile i, which is none.
+  __device__ __forceinline__ void AskForSlopes(uint32_t i) {
+    Sums::AskForSlopes(item_, &memory_->RowsOf(i)->summed);
+  }
   // The tile's sums, relative to the greatest mass so far. rows: of tile i; in the end of the next
   // one, if there is one.
   __device__ __forceinline__ void AddTile(uint32_t i, uint32_t tiles, ScoredRows<kDim>* rows) {
     typename Memory::Rows* of = memory_->RowsOf(i);
+    if (i + 1 == tiles) AskForSlopes(tiles);
+    CommitCopies();
     Multiply(*rows, &of->summed);
-    WaitCopies<0>();
+    WaitCopies<1>();  // the tile's values are there, which were asked for before
     __syncthreads();
-    const uint32_t count = CountOf(i, groups_), steps = (count + 31) / 32;
+    const uint32_t count = CountOf(i, item_.groups_end), steps = (count + 31) / 32;
     float x[TilePairs::kPairs], d2[TilePairs::kPairs];
     Score(FirstOf(i), count, of->numbers, x, d2);
     __syncthreads();  // products have been read
@@ -211,7 +214,7 @@ class GroupsWorker {
                                         float (&d2)[TilePairs::kPairs]) {
     const TreeScores places = TreeScoresOf(*item_.row, step_.group);
     const uint64_t at = uint64_t{item_.tile * kLanes + pairs_.lane()} * item_.row->group_slots +
-                        item_.tree->first_group_slot + first;
+                        item_.first_group_slot + first;
     float* log_mass = TreeScoresAt(step_, item_.unit, places.groups.log_mass) + at;
     float* variances = TreeScoresAt(step_, item_.unit, places.groups.d2) + at;
     const LaneFactors factors(memory_->q, pairs_.lane());
@@ -281,7 +284,7 @@ class GroupsWorker {
     float* state = step_.tree_states + uint64_t{item_.number} * TreeStateFloats(kValueDim);
     totals_.StoreMasses(&memory_->heads);
     sums_.Finish(
-        item_, lanes_, memory_->q.rotated, &memory_->exchange,
+        item_, lanes_, memory_->q.rotated, memory_->RowsOf(Tiles())->summed, &memory_->exchange,
         [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
         [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
           float* to = state + lane * Sums::kLaneFloats + kStateHead + channel;
@@ -302,7 +305,6 @@ class GroupsWorker {
   Memory* const memory_;
   const uint32_t lanes_;
   const TilePairs pairs_;
-  const uint32_t room_, groups_;  // the ends of the slice's rows, and of its groups
   PairTotals totals_;
   Sums sums_;
   float max_of_sums_[2] = {-INFINITY, -INFINITY};  // of lanes 2t and 2t + 1
@@ -311,9 +313,8 @@ class GroupsWorker {
 template <int kDim, int kValueDim>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeGroupsKernel(const __grid_constant__ StepHeader step) {
-  const TreeItem item(step, blockIdx.x);
-  if (ChoiceOf(*item.row) == TreeChoice::kByMass) return;
-  StoreItem(step, item);
+  const TreeItem item = FindItem(step, blockIdx.x);
+  if (item.choice == TreeChoice::kByMass) return;
   PrefetchGroups<kDim, kValueDim>(item);
   auto* memory = reinterpret_cast<GroupsMemory<kDim, kValueDim>*>(block_memory);
   GroupsWorker<kDim, kValueDim>(step, item, memory).Run();

@@ -18,15 +18,13 @@ struct LeafItems {
   const uint32_t* items;
   uint32_t begin, end;
 
-  __device__ __forceinline__ LeafItems(const StepHeader& step, const TreeItem& item) {
-    const uint32_t* words = UnitTreeWords(step, item.unit);
-    const uint32_t* of_slices = words + kTreeLaneWords + item.tree->first_slice;
-    const uint32_t slices = item.tree->slices;
-    const uint32_t first = of_slices[0], last = of_slices[slices];
+  __device__ __forceinline__ explicit LeafItems(const TreeItem& item) {
+    const uint32_t* of_slices = item.words + kTreeLaneWords + item.first_slice;
+    const uint32_t first = of_slices[0], last = of_slices[item.slices];
     const uint32_t batches = (last - first + kTreeRows - 1) / kTreeRows;
-    const uint32_t share = (batches + slices - 1) / slices * kTreeRows;
-    items = words + TreeItems(*item.row);
-    begin = min(first + (item.slice - item.tree->first_slice) * share, last);
+    const uint32_t share = (batches + item.slices - 1) / item.slices * kTreeRows;
+    items = item.words + TreeItems(*item.row);
+    begin = min(first + (item.slice - item.first_slice) * share, last);
     end = min(begin + share, last);
   }
   // Sixteen items from `first` on, which may lie behind the last one.
@@ -56,7 +54,7 @@ class LeafInfos {
 
  private:
   __device__ __forceinline__ IndexInfo Ask(uint32_t i) const {
-    return IndexInfo(item_, item_.tree->offsets.leaves, leaves_.items[i] & 0xFFFF);
+    return IndexInfo(item_, item_.offsets->leaves, leaves_.items[i] & 0xFFFF);
   }
 
   const TreeItem& item_;
@@ -66,16 +64,15 @@ class LeafInfos {
 };
 
 __device__ __forceinline__ bool IsReopened(const StepHeader& step, const TreeItem& item) {
-  return ChoiceOf(*item.row) == TreeChoice::kByHead &&
-         PhaseOf(step, item.unit) == TreePhase::kReopen;
+  return item.choice == TreeChoice::kByHead && PhaseOf(step, item.unit) == TreePhase::kReopen;
 }
 
 // Adds the slice's groups that stay closed, of the lane of the thread's pairs.
 __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const TreeItem& item,
                                                 const TilePairs& pairs, PairTotals* totals) {
-  if (!pairs.used() || ChoiceOf(*item.row) == TreeChoice::kByMass) return;
+  if (!pairs.used() || item.choice == TreeChoice::kByMass) return;
   const TreeScores places = TreeScoresOf(*item.row, step.group);
-  const uint32_t slot = item.tree->first_group_slot;
+  const uint32_t slot = item.first_group_slot;
   const float* log_mass = TreeScoresAt(step, item.unit, places.groups.log_mass) +
                           uint64_t{item.tile * kLanes + pairs.lane()} * item.row->group_slots +
                           slot;
@@ -83,15 +80,14 @@ __device__ __forceinline__ void AddClosedGroups(const StepHeader& step, const Tr
       reinterpret_cast<const TreeRowInfo*>(TreeScoresAt(step, item.unit, places.groups.info)) +
       slot;
   const uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + slot;
-  // Slots, as how many groups there are has to be looked up, too.
-  const uint32_t groups = item.groups_end(), slots = item.slots_end(), step_of = pairs.row_step();
+  const uint32_t groups = item.groups_end, step_of = pairs.row_step();
   constexpr uint32_t kAtOnce = TilePairs::kPairs;
-  for (uint32_t first = item.first_group() + pairs.first(); first < slots;
+  for (uint32_t first = item.first_group + pairs.first(); first < groups;
        first += kAtOnce * step_of) {
     float x[kAtOnce], norm2[kAtOnce];
 #pragma unroll
     for (uint32_t k = 0; k < kAtOnce; ++k) {
-      const uint32_t i = first + k * step_of, at = min(i, slots - 1);
+      const uint32_t i = first + k * step_of, at = min(i, groups - 1);
       const float mass = log_mass[at], norm = info[at].value_norm;
       const uint8_t fate = fates[at];
       x[k] = i < groups && fate != kFateExact ? mass : -INFINITY;
@@ -120,7 +116,7 @@ class LeavesWorker {
         memory_(memory),
         lanes_(LanesOf(step, item.unit, item.tile)),
         pairs_(lanes_),
-        leaves_(step, item),
+        leaves_(item),
         queries_(queries) {}
 
   __device__ __forceinline__ void Run() {
@@ -142,7 +138,7 @@ class LeavesWorker {
   }
 
  private:
-  __device__ __forceinline__ const TreePart& part() const { return item_.tree->offsets.leaves; }
+  __device__ __forceinline__ const TreePart& part() const { return item_.offsets->leaves; }
   __device__ __forceinline__ TreeRowSet OwnRows(uint32_t first) const {
     return leaves_.Rows(first + threadIdx.x / 32 * kTreeRows);
   }

@@ -251,21 +251,6 @@ struct ChannelSums {
   }
 };
 
-// ---- queries times axes ----
-
-// The left side of a product of vectors of bf16, of kLanes vectors x in shared memory. The whole
-// thread block.
-template <int kDim>
-__device__ __forceinline__ void WriteTreeFragments(const float (*x)[kDim], uint32_t* words) {
-  const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
-  const uint32_t g = thread / 4, t = thread % 4;
-  for (uint32_t pair = warp; pair < kDim / 8; pair += kTreeWarps) {
-    const float* from = x[g] + pair / 4 * 32 + t * 8 + pair % 4 * 2;
-    uint32_t* out = words + (pair / 4 * 32 + thread) * 8 + pair % 4 * 2;
-    Split<__nv_bfloat16>(from[0], from[1], &out[0], &out[1]);
-  }
-}
-
 }  // namespace attnd::gpu
 
 #endif  // ATTND_GPU_CUDA_STEP_TREE_ROWS_CUH_

@@ -171,12 +171,34 @@ class TreeSums {
         });
   }
 
+  // Whether a segment's slopes have room in the place of a tile's rows: then they are on their way
+  // while the last tile is worked on.
+  static constexpr bool kSlopesFit =
+      kDim * kValueDim * sizeof(uint16_t) <= sizeof(SummedRows<kDim, kValueDim>);
+
+  // Asks for the segment's slopes, if they have room; whoever calls Finish waits for all copies.
+  static __device__ __forceinline__ void AskForSlopes(const TreeItem& item,
+                                                      SummedRows<kDim, kValueDim>* to) {
+    if constexpr (kSlopesFit) {
+      const std::byte* from = item.head + item.offsets->slopes;
+      const auto to_shared = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+#pragma unroll
+      for (uint32_t k = 0; k < kDim * kSlopeChunks / kTreeThreads; ++k) {
+        const uint32_t i = threadIdx.x + k * kTreeThreads;
+        CopyAsync16(to_shared + ValueChunk<kSlopeBytes>(i / kSlopeChunks, i % kSlopeChunks),
+                    from + i * 16);
+      }
+    }
+  }
+
   // The whole thread block's sums: put(lane, channel, value, correction), of two neighbouring
   // channels at a time: the values with their base, and the slopes' correction of them.
-  // sum_of(lane): the sum of weights, behind a barrier.
+  // slopes_at: where AskForSlopes asked for them. sum_of(lane): the sum of weights, behind a
+  // barrier.
   template <typename SumOf, typename Put>
   __device__ __forceinline__ void Finish(const TreeItem& item, uint32_t lanes,
                                          const float (*rotated)[kDim],
+                                         const SummedRows<kDim, kValueDim>& slopes_at,
                                          SumsExchange<kDim, kValueDim>* exchange, SumOf sum_of,
                                          Put put) {
     const uint32_t warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -198,16 +220,20 @@ class TreeSums {
                                    x[3] * q[axis + kDim / 2 + 1]);
           }
         });
-    const float* base = item.Floats(item.tree->offsets.value_base);
+    const float* base = item.Floats(item.offsets->value_base);
     bool waited = false;
     for (uint32_t first = 0; first < kValueDim; first += kTreeWarps * 16) {
       const uint32_t channel = first + warp * 16 + 2 * g;
       const bool any = channel < kValueDim;
       Slopes slopes;
-      if (any) slopes.Ask(item, channel);
-      if (!waited) __syncthreads();
+      if (any && !kSlopesFit) slopes.Ask(item, channel);
+      if (!waited) {
+        WaitCopies<0>();
+        __syncthreads();
+      }
       waited = true;
       if (!any) continue;
+      if (kSlopesFit) slopes.Take(reinterpret_cast<const std::byte*>(&slopes_at), channel);
       const float2 of_base = __ldg(reinterpret_cast<const float2*>(base + channel));
       float corrections[4] = {};
       slopes.Multiply(exchange->slopes, corrections);
@@ -224,21 +250,25 @@ class TreeSums {
   }
 
  private:
+  static constexpr uint32_t kSlopeBytes = kValueDim * sizeof(uint16_t);  // of an axis
+  static constexpr uint32_t kSlopeChunks = kSlopeBytes / 16;
+
   // A thread's slopes of two neighbouring channels along all axes.
   class Slopes {
    public:
+    // From memory.
     __device__ __forceinline__ void Ask(const TreeItem& item, uint32_t channel) {
-      const uint32_t t = threadIdx.x % 4;
-      const std::byte* own =
-          item.head + item.tree->offsets.slopes + 2 * t * kRowBytes + channel * 2;
-#pragma unroll
-      for (uint32_t step = 0; step < kDim / 16; ++step) {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-          const uint32_t axis = step * 16 + i % 2 + i / 2 * 8;  // from 2t on
-          words_[step][i] = __ldg(reinterpret_cast<const uint32_t*>(own + axis * kRowBytes));
-        }
-      }
+      const std::byte* own = item.head + item.offsets->slopes + channel * 2;
+      ForAxes([&](uint32_t* word, uint32_t axis) {
+        *word = __ldg(reinterpret_cast<const uint32_t*>(own + axis * kSlopeBytes));
+      });
+    }
+    // From shared memory, where AskForSlopes has put them: a warp's words lie in different banks.
+    __device__ __forceinline__ void Take(const std::byte* slopes, uint32_t channel) {
+      ForAxes([&](uint32_t* word, uint32_t axis) {
+        const uint32_t at = ValueChunk<kSlopeBytes>(axis, channel / 8) + channel % 8 * 2;
+        *word = *reinterpret_cast<const uint32_t*>(slopes + at);
+      });
     }
     // sums: [c]: channel 0 and lane 2t + c; [c + 2]: channel 1.
     __device__ __forceinline__ void Multiply(const SlopeWeights<kDim>& weights,
@@ -255,7 +285,19 @@ class TreeSums {
     }
 
    private:
-    static constexpr uint32_t kRowBytes = kValueDim * 2;
+    // put(word, axis) for the thread's axes.
+    template <typename Put>
+    __device__ __forceinline__ void ForAxes(Put put) {
+      const uint32_t first = threadIdx.x % 4 * 2;
+#pragma unroll
+      for (uint32_t step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+          put(&words_[step][i], first + step * 16 + i % 2 + i / 2 * 8);
+        }
+      }
+    }
+
     uint32_t words_[kDim / 16][4];
   };
 

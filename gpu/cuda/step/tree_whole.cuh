@@ -26,20 +26,19 @@ __device__ __forceinline__ uint32_t LeavesBefore(const StepHeader& step, const T
 // Opens the slice's groups and numbers their leaves, as the open stage does.
 __device__ __forceinline__ void OpenWhole(const StepHeader& step, const TreeItem& item) {
   if (item.tile != 0) return;
-  const TreePart& part = item.tree->offsets.groups;
+  const TreePart& part = item.offsets->groups;
   const uint32_t groups = *reinterpret_cast<const uint32_t*>(item.head + part.count);
   const auto* members = reinterpret_cast<const uint32_t*>(item.head + part.first_members);
-  const uint32_t first_group = item.first_group(), groups_end = item.groups_end();
+  const uint32_t first_group = item.first_group, groups_end = item.groups_end;
   const uint32_t begin = __ldg(members + min(first_group, groups));
   const uint32_t end = __ldg(members + min(groups_end, groups));
   const uint32_t before = LeavesBefore(step, item);
-  uint32_t* words = UnitTreeWords(step, item.unit);
-  uint32_t* first_items = words + kTreeLaneWords;
-  uint32_t* items = words + TreeItems(*item.row) + before;
+  uint32_t* first_items = item.words + kTreeLaneWords;
+  uint32_t* items = item.words + TreeItems(*item.row) + before;
   for (uint32_t i = begin + threadIdx.x; i < end; i += kTreeThreads) {
     items[i] = item.segment << 16 | i;
   }
-  uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + item.tree->first_group_slot;
+  uint8_t* fates = UnitFates(step, item.unit) + item.row->slots + item.first_group_slot;
   for (uint32_t g = first_group + threadIdx.x; g < groups_end; g += kTreeThreads) {
     fates[g] = kFateExact;
   }
@@ -48,31 +47,17 @@ __device__ __forceinline__ void OpenWhole(const StepHeader& step, const TreeItem
   if (item.slice + 1 == item.row->tree_slices) first_items[item.slice + 1] = before + end;
 }
 
-// Variances do not count in the first order: there queries have no length along the axes.
-template <int kDim>
-__device__ __forceinline__ void ClearRotated(TreeQueries<kDim>* queries) {
-  for (uint32_t i = threadIdx.x; i < kLanes * kDim; i += kTreeThreads) {
-    queries->rotated[i / kDim][i % kDim] = 0;
-  }
-  __syncthreads();
-}
-
 template <int kDim>
 __global__ void __launch_bounds__(kTreeThreads)
     TreeWholeKernel(const __grid_constant__ StepHeader step) {
   __shared__ __align__(16) TreeQueries<kDim> queries;
-  __shared__ __align__(16) TreeQueryMaking<kDim> making;
-  const TreeItem item(step, blockIdx.x);
-  if (ChoiceOf(*item.row) != TreeChoice::kByMass) return;
+  __shared__ typename TreeQueryMaker<kDim>::Memory making;
+  const TreeItem item = FindItem(step, blockIdx.x);
+  if (item.choice != TreeChoice::kByMass) return;
   StoreItem(step, item);
+  TreeQueryMaker<kDim> maker(step, item);
   OpenWhole(step, item);
-  LoadTreeQueries<kDim>(step, item, &making, &queries);
-  if (item.row->second_order != 0) {
-    RotateQueries<kDim>(item, making, &queries);
-  } else {
-    ClearRotated<kDim>(&queries);
-  }
-  SquareQueries<kDim>(&queries);
+  maker.Make(/*rotates=*/item.row->second_order != 0, &making, &queries);
   StoreQueries<kDim>(step, item, queries);
 }
 
