@@ -16,6 +16,12 @@ from decode_prompts import DTYPE, contents
 
 # Backends of PyTorch's like lengths that divide by it.
 CAPACITY_UNIT = 128
+TIMED_CALLS = 5
+
+
+def fused(options: argparse.Namespace, function: Any) -> Any:
+    """The function with what it does between its products in few kernels, as serving engines have it."""
+    return function if options.eager else torch.compile(function, dynamic=False)
 
 
 class NoAttention:
@@ -73,18 +79,29 @@ def _attend(way: Way, grouped: Any, keys: Any, values: Any) -> Any:
 
 
 def _time_of(way: Way, grouped: Any, keys: Any, values: Any) -> float:
-    """Milliseconds; infinite if PyTorch refuses."""
+    """Milliseconds of some calls in a graph, as the loop makes them: the host's time for cuDNN is longer
+    than the GPU's. Infinite if PyTorch refuses."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     try:
-        _attend(way, grouped, keys, values)
-        begin.record()
-        for _ in range(5):
-            _attend(way, grouped, keys, values)
-        end.record()
+        _attend(way, grouped, keys, values)  # libraries take their memory
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(TIMED_CALLS):
+                _attend(way, grouped, keys, values)
     except RuntimeError:
         return float("inf")
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end)
+
+
+def _append(keys: Any, values: Any, position: Any, k: Any, v: Any) -> None:
+    keys.index_copy_(2, position, k.unsqueeze(2))
+    values.index_copy_(2, position, v.unsqueeze(2))
 
 
 class LocalAttention:
@@ -98,6 +115,7 @@ class LocalAttention:
         self.position = torch.full((1,), options.prompt_tokens, device="cuda", dtype=torch.long)
         self._columns = torch.arange(cache.capacity, device="cuda")
         self._way: Way | None = None
+        self._append = fused(options, _append)
 
     def start(self) -> None:
         self.position.fill_(self._options.prompt_tokens)
@@ -105,8 +123,7 @@ class LocalAttention:
     def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
         options = self._options
         keys, values = self._cache.layer(layer)
-        keys.index_copy_(2, self.position, k.unsqueeze(2))
-        values.index_copy_(2, self.position, v.unsqueeze(2))
+        self._append(keys, values, self.position, k, v)
         # The query heads of a KV head as its queries: each key and value is read once.
         grouped = q.reshape(options.rows, options.kv_heads, -1, options.head_dim)
         if self._masked:

@@ -35,6 +35,7 @@ from decode_attention import (
     CheckedAttention,
     LocalAttention,
     NoAttention,
+    fused,
 )
 from decode_prompts import DTYPE, Capture, upload
 
@@ -70,6 +71,7 @@ def arguments() -> argparse.Namespace:
         help="upload N tokens of all layers at a time, for a server whose memory the prompts exceed")
     add("--keys", help="a capture of one layer, of the loop's heads; default: random keys")
     add("--seed", type=int, default=0)
+    add("--eager", action="store_true", help="without torch.compile, which fuses what lies between products")
     add("--no-graph", action="store_true", help="enqueue each layer instead")
     add("--in-turn", action="store_true", help="begin a pass when the one before has ended")
     add("--round-trips", type=int, default=0, metavar="N", help="measure N empty ones, no more")
@@ -132,6 +134,27 @@ class Weights:
         ]
 
 
+def norm_of(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, norm.shape, norm)
+
+
+def projected(x: torch.Tensor, norm: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+    return norm_of(x, norm) @ qkv.T
+
+
+def behind_attention(
+    x: torch.Tensor, attended: torch.Tensor, output: torch.Tensor, norm: torch.Tensor,
+    gate_up: torch.Tensor, down: torch.Tensor,
+) -> torch.Tensor:
+    x = x + attended @ output.T
+    gate, up = (norm_of(x, norm) @ gate_up.T).chunk(2, dim=1)
+    return x + (F.silu(gate) * up) @ down.T
+
+
+def likeliest(x: torch.Tensor, norm: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+    return (norm_of(x, norm) @ head.T).argmax(-1)
+
+
 class Decoder:
     """A step of the batch: a token of each row, from `tokens` to `tokens`."""
 
@@ -139,6 +162,9 @@ class Decoder:
         self._options = options
         self._weights = weights
         self._attention = attention
+        self._projected = fused(options, projected)
+        self._behind_attention = fused(options, behind_attention)
+        self._likeliest = fused(options, likeliest)
         self.tokens = torch.zeros(options.rows, device="cuda", dtype=torch.long)
 
     def start(self) -> None:
@@ -152,15 +178,11 @@ class Decoder:
         sizes = [options.query_heads, options.kv_heads, options.kv_heads]
         x = F.embedding(self.tokens, weights.embedding)
         for layer, (qkv, output, gate_up, down) in enumerate(weights.layers):
-            normed = F.rms_norm(x, (options.hidden,), weights.norm)
             # Views of one product: tokens lie apart.
-            q, k, v = (normed @ qkv.T).view(*shape).split(sizes, dim=1)
-            x = x + self._attention(layer, q, k, v).reshape(options.rows, -1) @ output.T
-            normed = F.rms_norm(x, (options.hidden,), weights.norm)
-            gate, up = (normed @ gate_up.T).chunk(2, dim=1)
-            x = x + (F.silu(gate) * up) @ down.T
-        logits = F.rms_norm(x, (options.hidden,), weights.norm) @ weights.head.T
-        self.tokens.copy_(logits.argmax(-1))
+            q, k, v = self._projected(x, weights.norm, qkv).view(*shape).split(sizes, dim=1)
+            attended = self._attention(layer, q, k, v).reshape(options.rows, -1)
+            x = self._behind_attention(x, attended, output, weights.norm, gate_up, down)
+        self.tokens.copy_(self._likeliest(x, weights.norm, weights.head))
         self._attention.end()
 
 

@@ -15,7 +15,7 @@ import statistics
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-SHAPES = [(4, 131072), (1, 131072), (8, 32768), (1, 32768)]
+SHAPES = [(4, 131072), (1, 131072), (8, 32768), (1, 32768), (32, 32768), (1, 1048576)]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 REPLAYS = 30
 
