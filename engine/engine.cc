@@ -47,8 +47,9 @@ absl::Status EngineImpl::Start() {
     }
     ATTND_ASSIGN_OR_RETURN(archive_, Archive::Open(options, &budget_, nullptr));
     budget_.SetReclaim([this](uint64_t bytes) { return archive_->Reclaim(bytes); });
-    pager_ = std::make_unique<Pager>(
-        archive_.get(), &budget_, [this] { return sequences_.All(); }, options.retention);
+    Pager::Hooks hooks = {.sequences = [this] { return sequences_.All(); },
+                          .drop_copies = [this] { return DropCopies(); }};
+    pager_ = std::make_unique<Pager>(archive_.get(), &budget_, std::move(hooks), options);
     ATTND_RETURN_IF_ERROR(pager_->Start());
   }
   if (listener_ != nullptr && options_.audit.share > 0) {

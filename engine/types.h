@@ -210,6 +210,7 @@ struct ArchiveStats {
   uint64_t orphan_files = 0;        // files that no record named at the start
   uint64_t paged_out_segments = 0;  // moved to disk for lack of memory
   uint64_t failed_page_outs = 0;
+  uint64_t paged_in_segments = 0;  // moved back, as memory has room again
   uint64_t retired_sequences = 0;  // dropped by the limits of retention
   storage::PageCacheStats pages;
 };

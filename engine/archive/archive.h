@@ -101,6 +101,9 @@ class Archive {
   absl::StatusOr<std::vector<Swap>> PageIn(
       std::span<const std::shared_ptr<const attention::Segment>> paged,
       const storage::Proceed& proceed);
+  // A whole version of a sequence's first paged segment; nothing if there is none, or if memory has
+  // no room for it.
+  absl::StatusOr<std::optional<Swap>> BringBack(Sequence* to, const storage::Proceed& proceed);
   // Puts away the files of a view's segments that were found damaged while they were read.
   void PutAwayDamaged(const attention::SequenceView& view);
 

@@ -13,9 +13,13 @@
 
 namespace attnd::engine {
 
-Pager::Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
-             const RetentionLimits& retention)
-    : archive_(archive), budget_(budget), sequences_(std::move(sequences)), retention_(retention) {}
+Pager::Pager(Archive* archive, MemoryBudget* budget, Hooks hooks, const ArchiveOptions& options)
+    : archive_(archive),
+      budget_(budget),
+      hooks_(std::move(hooks)),
+      retention_(options.retention),
+      comes_back_after_(options.comes_back_after),
+      next_return_(std::chrono::steady_clock::now() + comes_back_after_) {}
 
 absl::Status Pager::Start() {
   CHECK(!thread_.joinable()) << "started once";
@@ -109,10 +113,11 @@ uint64_t Pager::HeldBytes() const {
 
 // Steps use sequences while they are being ordered, so each time is read once; and whoever closes a
 // sequence meanwhile has its memory back.
-std::vector<Pager::Candidate> Pager::Candidates() const {
+std::vector<Pager::Candidate> Pager::Candidates(
+    absl::FunctionRef<bool(const Sequence&)> wanted) const {
   std::vector<Candidate> candidates;
-  for (const auto& sequence : sequences_()) {
-    if (sequence->has_whole_segments()) candidates.push_back({sequence->last_used(), sequence});
+  for (const auto& sequence : hooks_.sequences()) {
+    if (wanted(*sequence)) candidates.push_back({sequence->last_used(), sequence});
   }
   std::sort(candidates.begin(), candidates.end(),
             [](const Candidate& a, const Candidate& b) { return a.used < b.used; });
@@ -120,17 +125,21 @@ std::vector<Pager::Candidate> Pager::Candidates() const {
 }
 
 absl::Status Pager::Round(bool asked) {
-  const auto capacity = static_cast<double>(budget_->capacity());
-  const auto above = [&](double mark) {
-    return static_cast<double>(HeldBytes()) > mark * capacity;
-  };
-  if (!asked && !above(kIdleMark)) return absl::OkStatus();
+  if (asked || Above(kIdleMark)) return MoveOut(asked);
+  if (std::chrono::steady_clock::now() < next_return_) return absl::OkStatus();
+  return BringOneBack();
+}
+
+absl::Status Pager::MoveOut(bool asked) {
+  const auto whole = [](const Sequence& sequence) { return sequence.has_whole_segments(); };
+  while (!stopping_.load() && Above(kMark) && hooks_.drop_copies()) {
+  }
   const auto idle_since = std::chrono::steady_clock::now() - kIdle;
   bool moved = false;
-  for (const Candidate& candidate : Candidates()) {
+  for (const Candidate& candidate : Candidates(whole)) {
     // Whoever asked gets at least one segment's room.
-    while (!stopping_.load() && ((asked && !moved) || above(kTarget))) {
-      if (!asked && !above(kMark) && candidate.used > idle_since) return absl::OkStatus();
+    while (!stopping_.load() && ((asked && !moved) || Above(kTarget))) {
+      if (!asked && !Above(kMark) && candidate.used > idle_since) return absl::OkStatus();
       const std::shared_ptr<Sequence> sequence = candidate.sequence.lock();
       if (sequence == nullptr || sequence->closed() || !sequence->has_whole_segments()) break;
       ATTND_ASSIGN_OR_RETURN(const bool one, MoveOne(sequence.get()));
@@ -141,17 +150,39 @@ absl::Status Pager::Round(bool asked) {
   return absl::OkStatus();
 }
 
+absl::Status Pager::BringOneBack() {
+  const auto idle_since = std::chrono::steady_clock::now() - kIdle;
+  const std::vector<Candidate> candidates = Candidates([&](const Sequence& sequence) {
+    const attention::Backend* backend = sequence.args().backend;
+    return sequence.has_paged_segments() && sequence.last_used() > idle_since &&
+           backend != nullptr && backend->PrefersWhole();
+  });
+  for (auto candidate = candidates.rbegin(); candidate != candidates.rend(); ++candidate) {
+    const std::shared_ptr<Sequence> sequence = candidate->sequence.lock();
+    if (sequence == nullptr || sequence->closed()) continue;
+    const auto swap = archive_->BringBack(sequence.get(), [this] { return Proceed(); });
+    if (!swap.ok()) next_return_ = std::chrono::steady_clock::now() + comes_back_after_;
+    ATTND_RETURN_IF_ERROR(swap.status());
+    if (!swap->has_value()) continue;
+    CHECK((*swap)->before->paged() && !(*swap)->after->paged()) << "a paged segment comes back";
+    Apply(**swap);
+    return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+void Pager::Apply(const Swap& swap) {
+  for (const auto& other : hooks_.sequences()) other->SwapSegments({&swap, 1});
+}
+
 absl::StatusOr<bool> Pager::MoveOne(Sequence* sequence) {
-  const auto proceed = [this] {
-    return stopping_.load() ? absl::UnavailableError("shutting down") : absl::OkStatus();
-  };
-  const auto swap = archive_->PageOut(sequence, proceed);
+  next_return_ = std::chrono::steady_clock::now() + comes_back_after_;
+  const auto swap = archive_->PageOut(sequence, [this] { return Proceed(); });
   if (!swap.ok()) archive_->CountFailedPageOut();
   ATTND_RETURN_IF_ERROR(swap.status());
   if (!swap->has_value()) return false;
   CHECK(!(*swap)->before->paged() && (*swap)->after->paged()) << "a whole segment moves to disk";
-  // Forks share segments: their memory is free when the last one lets them go.
-  for (const auto& other : sequences_()) other->SwapSegments({&**swap, 1});
+  Apply(**swap);  // forks share segments: their memory is free when the last one lets them go
   MutexLock lock(mutex_);
   ++moves_;
   done_.NotifyAll();

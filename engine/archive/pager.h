@@ -2,8 +2,9 @@
 //
 // Pager: keeps memory and disk within their limits. It moves segments to disk when memory runs
 // short, those of the sequence that was used longest ago first. The segments' indexes stay in
-// memory, so that decoding goes on and reads the pages that it needs from disk. The pager also
-// drops sealed sequences beyond the limits of retention.
+// memory, so that decoding goes on and reads the pages that it needs from disk. When memory has had
+// room again for a while, it brings segments back for backends that prefer them whole. The pager
+// also drops sealed sequences beyond the limits of retention.
 #ifndef ATTND_ENGINE_ARCHIVE_PAGER_H_
 #define ATTND_ENGINE_ARCHIVE_PAGER_H_
 
@@ -15,27 +16,34 @@
 #include <thread>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/mutex.h"
 #include "engine/archive/archive.h"
 #include "engine/memory_budget.h"
+#include "engine/options.h"
 #include "engine/sequence/sequence.h"
 
 namespace attnd::engine {
 
 // Owns a thread, which works in rounds. Above kIdleMark a round moves segments of sequences that
-// nobody has used for kIdle, above kMark those of any sequence; it stops at kTarget. A round that a
-// caller of MakeRoom waits for moves at least one segment, if any is whole.
+// nobody has used for kIdle, above kMark those of any sequence, once there are no copies to drop;
+// it stops at kTarget. A round that a caller of MakeRoom waits for moves at least one segment, if
+// any is whole. A round with nothing to move brings one segment back, of the sequence that was used
+// last, within kIdle; not before `comes_back_after` has gone by since segments were moved.
 //
 // Invariant: nobody waits for a round more than two beyond those that have ended.
 class Pager {
  public:
-  using ListSequences = std::function<std::vector<std::shared_ptr<Sequence>>()>;
+  struct Hooks {
+    std::function<std::vector<std::shared_ptr<Sequence>>()> sequences;  // all that there are
+    // Gives memory back of what lies elsewhere in memory, too; whether there was any.
+    std::function<bool()> drop_copies;
+  };
 
-  // archive and budget must outlive the pager, as must what `sequences` uses.
-  Pager(Archive* archive, MemoryBudget* budget, ListSequences sequences,
-        const RetentionLimits& retention);
+  // archive and budget must outlive the pager, as must what the hooks use.
+  Pager(Archive* archive, MemoryBudget* budget, Hooks hooks, const ArchiveOptions& options);
   ~Pager() { Shutdown(); }
 
   // ResourceExhausted if the system refuses the thread.
@@ -72,19 +80,32 @@ class Pager {
   bool RoundWithinMemory(bool asked);
   // Ends with the first failure.
   absl::Status Round(bool asked);
-  // Sequences with segments that can be moved, the one used longest ago first.
-  std::vector<Candidate> Candidates() const;
+  absl::Status MoveOut(bool asked);
+  absl::Status BringOneBack();
+  // Sequences of which `wanted` holds, the one used longest ago first.
+  std::vector<Candidate> Candidates(absl::FunctionRef<bool(const Sequence&)> wanted) const;
   // Moves the sequence's first whole segment to disk. False if the sequence has none any more.
   absl::StatusOr<bool> MoveOne(Sequence* sequence);
+  // Gives a segment's other version to all sequences that have it.
+  void Apply(const Swap& swap);
+  absl::Status Proceed() const {
+    return stopping_.load() ? absl::UnavailableError("shutting down") : absl::OkStatus();
+  }
+  bool Above(double mark) const {
+    return static_cast<double>(HeldBytes()) > mark * static_cast<double>(budget_->capacity());
+  }
   // The bytes of the budget that are in use and cannot be reclaimed at once.
   uint64_t HeldBytes() const;
 
   Archive* const archive_;
   MemoryBudget* const budget_;
-  const ListSequences sequences_;
+  const Hooks hooks_;
   const RetentionLimits retention_;
+  const std::chrono::milliseconds comes_back_after_;
 
-  std::chrono::steady_clock::time_point next_retention_;  // used by the pager's thread alone
+  // Used by the pager's thread alone.
+  std::chrono::steady_clock::time_point next_retention_;
+  std::chrono::steady_clock::time_point next_return_;
 
   std::atomic<bool> stopping_{false};  // set under mutex_
   Mutex mutex_;

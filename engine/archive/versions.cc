@@ -2,6 +2,8 @@
 //
 // Archive: whole segments as paged ones, and paged ones as whole ones.
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -65,6 +67,20 @@ absl::StatusOr<std::vector<Swap>> Archive::PageIn(std::span<const SharedSegment>
     swaps.push_back({segment, std::move(whole)});
   }
   return swaps;
+}
+
+absl::StatusOr<std::optional<Swap>> Archive::BringBack(Sequence* to, const Proceed& proceed) {
+  constexpr uint64_t kEnd = std::numeric_limits<uint64_t>::max();
+  const std::vector<SharedSegment> paged = to->PagedWithin(0, kEnd);
+  if (paged.empty()) return std::nullopt;
+  const attention::SegmentForm form = paged.front()->form();
+  const uint64_t bytes =
+      attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
+  if (!HasRoomForWhole(bytes)) return std::nullopt;
+  ATTND_ASSIGN_OR_RETURN(std::vector<Swap> swaps, PageIn({&paged.front(), 1}, proceed));
+  MutexLock lock(mutex_);
+  ++stats_.paged_in_segments;
+  return std::move(swaps.front());
 }
 
 void Archive::PutAwayDamaged(const attention::SequenceView& view) {

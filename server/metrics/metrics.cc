@@ -368,6 +368,8 @@ void Metrics::AddArchiveCounters() {
   add(&ArchiveStats::loaded_segments, "attnd_segments_loaded_total", "Segments read from disk");
   add(&ArchiveStats::paged_out_segments, "attnd_segments_paged_out_total",
       "Segments moved to disk to make room");
+  add(&ArchiveStats::paged_in_segments, "attnd_segments_paged_in_total",
+      "Segments moved back from disk, as memory has room again");
   add(&ArchiveStats::failed_page_outs, "attnd_page_out_failures_total",
       "Segments that could not be moved to disk");
   add(&ArchiveStats::retired_sequences, "attnd_sealed_sequences_retired_total",

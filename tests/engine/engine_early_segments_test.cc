@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <thread>
 
 #include "attention/index/segment_builder.h"
 #include "attention/segment/segment.h"
@@ -242,6 +243,30 @@ TEST_F(EarlyEngineTest, MakeRoomForOthers) {
   GenerateDense(&idle, 256);
   EXPECT_LT(used.Info().resident_bytes, of_used);
   EXPECT_EQ(observer_.early(), 4u) << "none comes while memory is short";
+  for (TestSequence* sequence : {&idle, &used}) EXPECT_TRUE(MatchesModel(sequence, &random_));
+}
+
+// What has to be read again from disk stays in memory while there are copies.
+TEST_F(EarlyEngineTest, GoBeforeSegmentsMoveToDisk) {
+  const EngineOptions options = Options(uint64_t{8} << 20);
+  Start(options, &observer_);
+  TestSequence idle = OpenPrompt(PolicyOf("dense")), used = OpenPrompt(PolicyOf("dense"));
+  for (TestSequence* sequence : {&idle, &used}) GenerateDense(sequence, 2 * kEarly + 64);
+  ASSERT_EQ(observer_.early(), 4u);
+  const uint64_t of_idle = idle.Info().resident_bytes;
+  // Beyond the pager's mark of nine tenths, by less than the copies have; others' tokens are too
+  // few for segments.
+  const uint64_t full = options.memory_budget_bytes * 91 / 100;
+  while (!HasFailure() && engine_->usage().resident_bytes < full) {
+    TestSequence filler = OpenSequence(engine_.get(), shape_);
+    Prefill(&filler, 512, &random_, false);
+  }
+  for (int i = 0; i < 20000 && idle.Info().resident_bytes == of_idle; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_EQ(idle.Info().resident_bytes, of_idle - Bytes(2 * kEarly));
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // further rounds
+  EXPECT_EQ(engine_->archive_stats().paged_out_segments, 0u);
   for (TestSequence* sequence : {&idle, &used}) EXPECT_TRUE(MatchesModel(sequence, &random_));
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: a backend that prefers whole segments has them for what is resumed, also while others have
-// the same segments open page by page; where memory has no room for them, it has paged ones.
+// the same segments open page by page; where memory has no room for them, it has paged ones, until
+// there is room.
 // Method: the CPU's backend that says that it does.
 #include <gtest/gtest.h>
 
@@ -9,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "tests/engine/forwarding_backend.h"
 #include "tests/engine/support.h"
@@ -21,6 +23,18 @@ class WholeBackend : public ForwardingBackend {
  public:
   bool PrefersWhole() const override { return true; }
 };
+
+// Appends tokens that wait for room in memory.
+void FillMemory(Engine* engine, const TestSequence& sequence, uint64_t tokens, Random* random) {
+  for (uint64_t done = 0; done < tokens; done += 250) {
+    for (uint32_t layer = 0; layer < sequence.shape().layers; ++layer) {
+      const Kv kv = RandomKv(sequence.shape(), 250, random);
+      AppendChunk chunk = ChunkOf(layer, done, kv);
+      chunk.may_wait = true;
+      ASSERT_TRUE(engine->Append(kTenant, kWriter, sequence.id, chunk).ok());
+    }
+  }
+}
 
 TEST(WholeRestoreTest, APagedVersionIsNoneForWhoPrefersWholeOnes) {
   const attnd::test::TemporaryFolder folder;
@@ -41,14 +55,7 @@ TEST(WholeRestoreTest, APagedVersionIsNoneForWhoPrefersWholeOnes) {
   ASSERT_TRUE(sealed.ok()) << sealed.status();
   // Another one takes the memory until the segments lie on disk, and gives it back.
   TestSequence other = OpenSequence(engine, shape);
-  for (uint64_t done = 0; done < 8000; done += 250) {
-    for (uint32_t layer = 0; layer < shape.layers; ++layer) {
-      const Kv kv = RandomKv(shape, 250, &random);
-      AppendChunk chunk = ChunkOf(layer, done, kv);
-      chunk.may_wait = true;
-      ASSERT_TRUE(engine->Append(kTenant, kWriter, other.id, chunk).ok());
-    }
-  }
+  FillMemory(engine, other, 8000, &random);
   ASSERT_TRUE(engine->MayReadDisk(kTenant, sequence.id));
   ASSERT_TRUE(engine->Close(kTenant, other.id).ok());
   // Threads in the background may hold some of it for a moment.
@@ -64,6 +71,44 @@ TEST(WholeRestoreTest, APagedVersionIsNoneForWhoPrefersWholeOnes) {
   resumed.history = sequence.history;
   EXPECT_TRUE(MatchesModel(&resumed, &random));
   EXPECT_TRUE(MatchesModel(&sequence, &random));
+}
+
+TEST(WholeRestoreTest, WhatHasMovedComesBack) {
+  constexpr std::chrono::milliseconds kAfter{300};
+  const ModelShape shape = MakeShape(2, 4, 2, 64, 64, DType::kBf16);
+  Random random(TestSeed());
+  for (const bool prefers_whole : {true, false}) {
+    SCOPED_TRACE(prefers_whole);
+    const attnd::test::TemporaryFolder folder;
+    EngineOptions options = SmallOptions();
+    options.memory_budget_bytes = uint64_t{8} << 20;
+    options.archive.data_dir = folder.path();
+    options.archive.page_memory_bytes = uint64_t{1} << 20;
+    options.archive.comes_back_after = kAfter;
+    auto backend =
+        prefers_whole ? std::make_unique<WholeBackend>() : std::make_unique<ForwardingBackend>();
+    auto made = Engine::Create(options, std::move(backend), nullptr);
+    ASSERT_TRUE(made.ok()) << made.status();
+    Engine* const engine = made->get();
+    TestSequence used = OpenSequence(engine, shape), unused = OpenSequence(engine, shape);
+    for (TestSequence* sequence : {&unused, &used}) {
+      Prefill(sequence, 1100, &random);
+      FinishPrefill(sequence);
+    }
+    TestSequence other = OpenSequence(engine, shape);
+    FillMemory(engine, other, 8000, &random);
+    const auto on_disk = [&] { return engine->MayReadDisk(kTenant, used.id); };
+    ASSERT_TRUE(on_disk());
+    ASSERT_TRUE(engine->Close(kTenant, other.id).ok());
+    for (int i = 0; i < (prefers_whole ? 20000 : 1000) && on_disk(); ++i) {
+      EXPECT_TRUE(AnswersDense(&used, &random));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(on_disk(), !prefers_whole);
+    EXPECT_EQ(engine->archive_stats().paged_in_segments > 0, prefers_whole);
+    EXPECT_TRUE(MatchesModel(&used, &random));
+    EXPECT_TRUE(MatchesModel(&unused, &random));
+  }
 }
 
 TEST(WholeRestoreTest, WhatHasNoRoomIsPaged) {
