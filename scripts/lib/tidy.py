@@ -38,6 +38,8 @@ GENERATED = re.compile(r"(\.grpc)?\.pb\.h$")
 # Highway's sources, which include themselves, cannot stand beside others in one source, nor two programs.
 ALONE = re.compile(rb"HWY_TARGET_INCLUDE")
 PROGRAM = re.compile(rb"^int main\(", re.MULTILINE)
+# What Highway compiles for each kind of processor is one text: without --full it is read once.
+ONE_TARGET = "--extra-arg=-DHWY_COMPILE_ONLY_STATIC"
 # Without the analyzer, and without the check that has something against a group's includes.
 SHORT_CHECKS = "--checks=-clang-analyzer-*,-bugprone-suspicious-include"
 TOGETHER = 16  # sources in a group; of more, too many have names of their own in common
@@ -187,7 +189,8 @@ class Checker:
 
     def _check_group(self, group: list[Source]) -> dict[str, str]:
         """What is to be said of the sources of the group that failed: a group that fails is checked by halves."""
-        said = self._tidy(*((self._build, self._root / group[0].name) if len(group) == 1 else self._put_together(group)))
+        place = (self._build, self._root / group[0].name) if len(group) == 1 else self._put_together(group)
+        said = self._tidy(*place, group[0].alone)
         if said is None:
             self._remember(group)
             return {}
@@ -210,9 +213,9 @@ class Checker:
         (folder / "compile_commands.json").write_text(json.dumps([command]), encoding="utf-8")
         return folder, path
 
-    def _tidy(self, commands: pathlib.Path, source: pathlib.Path) -> str | None:
+    def _tidy(self, commands: pathlib.Path, source: pathlib.Path, highways: bool) -> str | None:
         """None, or what clang-tidy has against the source."""
-        arguments = [] if self._full else [SHORT_CHECKS]
+        arguments = [] if self._full else [SHORT_CHECKS] + [ONE_TARGET] * highways
         done = subprocess.run(["clang-tidy", "-p", str(commands), "--quiet", *arguments, str(source)],
                               cwd=self._root, capture_output=True, text=True, check=False)
         return None if done.returncode == 0 else done.stdout or done.stderr

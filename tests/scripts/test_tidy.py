@@ -175,6 +175,12 @@ def test_what_includes_itself_stands_alone(tree):
     assert groups_of(tree.run()[2]) == ["none.cc", "of_a.cc of_b.cc of_x.cc"]
 
 
+def test_highways_sources_are_read_once_but_with_full(tree):
+    tree.files["common/none.cc"] += "#define HWY_TARGET_INCLUDE\n"
+    assert [tidy.ONE_TARGET in call for call in tree.run()[2]].count(True) == 1
+    assert not any(tidy.ONE_TARGET in call for call in tree.run("--full")[2])
+
+
 def test_the_analyzer_runs_with_full_alone(tree):
     calls = tree.run()[2]
     assert all("--checks=-clang-analyzer-*" in call for call in calls)
