@@ -126,8 +126,8 @@ std::vector<Pager::Candidate> Pager::Candidates(
 
 absl::Status Pager::Round(bool asked) {
   if (asked || Above(kIdleMark)) return MoveOut(asked);
-  if (std::chrono::steady_clock::now() < next_return_) return absl::OkStatus();
-  return BringOneBack();
+  if (std::chrono::steady_clock::now() >= next_return_) BringOneBack();
+  return absl::OkStatus();
 }
 
 absl::Status Pager::MoveOut(bool asked) {
@@ -150,7 +150,17 @@ absl::Status Pager::MoveOut(bool asked) {
   return absl::OkStatus();
 }
 
-absl::Status Pager::BringOneBack() {
+bool Pager::IsAsked() {
+  MutexLock lock(mutex_);
+  return rounds_ < asked_rounds_;
+}
+
+void Pager::BringOneBack() {
+  const auto proceed = [this]() -> absl::Status {
+    ATTND_RETURN_IF_ERROR(Proceed());
+    if (!IsAsked() && !Above(kIdleMark)) return absl::OkStatus();
+    return absl::CancelledError("others want the memory");
+  };
   const auto idle_since = std::chrono::steady_clock::now() - kIdle;
   const std::vector<Candidate> candidates = Candidates([&](const Sequence& sequence) {
     const attention::Backend* backend = sequence.args().backend;
@@ -160,15 +170,16 @@ absl::Status Pager::BringOneBack() {
   for (auto candidate = candidates.rbegin(); candidate != candidates.rend(); ++candidate) {
     const std::shared_ptr<Sequence> sequence = candidate->sequence.lock();
     if (sequence == nullptr || sequence->closed()) continue;
-    const auto swap = archive_->BringBack(sequence.get(), [this] { return Proceed(); });
-    if (!swap.ok()) next_return_ = std::chrono::steady_clock::now() + comes_back_after_;
-    ATTND_RETURN_IF_ERROR(swap.status());
-    if (!swap->has_value()) continue;
+    const auto swap = archive_->BringBack(sequence.get(), proceed);
+    if (swap.ok() && !swap->has_value()) continue;
+    if (!swap.ok()) {
+      next_return_ = std::chrono::steady_clock::now() + comes_back_after_;
+      return;
+    }
     CHECK((*swap)->before->paged() && !(*swap)->after->paged()) << "a paged segment comes back";
     Apply(**swap);
-    return absl::OkStatus();
+    return;
   }
-  return absl::OkStatus();
 }
 
 void Pager::Apply(const Swap& swap) {

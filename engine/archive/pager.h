@@ -78,10 +78,12 @@ class Pager {
   void Loop();
   void RetainNow();
   bool RoundWithinMemory(bool asked);
-  // Ends with the first failure.
   absl::Status Round(bool asked);
+  // Ends with the first failure.
   absl::Status MoveOut(bool asked);
-  absl::Status BringOneBack();
+  // Gives way to whoever asks for room. What fails is tried again after comes_back_after_.
+  void BringOneBack();
+  bool IsAsked();  // whether anyone waits for a round
   // Sequences of which `wanted` holds, the one used longest ago first.
   std::vector<Candidate> Candidates(absl::FunctionRef<bool(const Sequence&)> wanted) const;
   // Moves the sequence's first whole segment to disk. False if the sequence has none any more.
