@@ -35,8 +35,8 @@ struct ArchiveOptions {
   uint64_t read_bytes_per_s = 0;  // of all readers; 0: no limit
   RetentionLimits retention;
   bool prefetch = false;  // of the pages that the last step over the next layer read
-  // How long memory has had room before a segment that was moved to disk for the lack of it comes
-  // back, for a backend that prefers whole segments.
+  // How long after the last move to disk segments come back, if memory has room for them and the
+  // backend prefers whole ones.
   std::chrono::milliseconds comes_back_after{10'000};
   // Set by the engine: EventListener::OnPagesRead. May be empty.
   std::function<void(uint64_t bytes, std::chrono::nanoseconds time)> on_pages_read;

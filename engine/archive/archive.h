@@ -102,8 +102,9 @@ class Archive {
       std::span<const std::shared_ptr<const attention::Segment>> paged,
       const storage::Proceed& proceed);
   // A whole version of a sequence's first paged segment; nothing if there is none, or if memory has
-  // no room for it.
-  absl::StatusOr<std::optional<Swap>> BringBack(Sequence* to, const storage::Proceed& proceed);
+  // no room for it. As with PageOut, the caller swaps it in.
+  absl::StatusOr<std::optional<Swap>> WholeVersionFor(Sequence* sequence,
+                                                      const storage::Proceed& proceed);
   // Puts away the files of a view's segments that were found damaged while they were read.
   void PutAwayDamaged(const attention::SequenceView& view);
 
@@ -114,6 +115,11 @@ class Archive {
   // segments to disk: what is read whole beyond it would soon be moved again.
   static constexpr double kWholeShare = 0.75;
   bool HasRoomForWhole(uint64_t bytes) const;
+  // Counts a segment that has come back, for metrics.
+  void CountPageIn() {
+    MutexLock lock(mutex_);
+    ++stats_.paged_in_segments;
+  }
   // Counts a failed PageOut, for metrics.
   void CountFailedPageOut() {
     MutexLock lock(mutex_);

@@ -156,6 +156,7 @@ bool Pager::IsAsked() {
 }
 
 void Pager::BringOneBack() {
+  next_return_ = std::chrono::steady_clock::now() + comes_back_after_;  // unless one comes
   const auto proceed = [this]() -> absl::Status {
     ATTND_RETURN_IF_ERROR(Proceed());
     if (!IsAsked() && !Above(kIdleMark)) return absl::OkStatus();
@@ -170,14 +171,13 @@ void Pager::BringOneBack() {
   for (auto candidate = candidates.rbegin(); candidate != candidates.rend(); ++candidate) {
     const std::shared_ptr<Sequence> sequence = candidate->sequence.lock();
     if (sequence == nullptr || sequence->closed()) continue;
-    const auto swap = archive_->BringBack(sequence.get(), proceed);
-    if (swap.ok() && !swap->has_value()) continue;
-    if (!swap.ok()) {
-      next_return_ = std::chrono::steady_clock::now() + comes_back_after_;
-      return;
-    }
+    const auto swap = archive_->WholeVersionFor(sequence.get(), proceed);
+    if (absl::IsCancelled(swap.status()) || absl::IsResourceExhausted(swap.status())) return;
+    if (!swap.ok() || !swap->has_value()) continue;  // another one may be readable, or have room
     CHECK((*swap)->before->paged() && !(*swap)->after->paged()) << "a paged segment comes back";
     Apply(**swap);
+    archive_->CountPageIn();
+    next_return_ = std::chrono::steady_clock::now();
     return;
   }
 }

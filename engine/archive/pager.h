@@ -2,9 +2,9 @@
 //
 // Pager: keeps memory and disk within their limits. It moves segments to disk when memory runs
 // short, those of the sequence that was used longest ago first. The segments' indexes stay in
-// memory, so that decoding goes on and reads the pages that it needs from disk. When memory has had
-// room again for a while, it brings segments back for backends that prefer them whole. The pager
-// also drops sealed sequences beyond the limits of retention.
+// memory, so that decoding goes on and reads the pages that it needs from disk. When memory has
+// room again, a while after the last move, it brings segments back for backends that prefer them
+// whole. The pager also drops sealed sequences beyond the limits of retention.
 #ifndef ATTND_ENGINE_ARCHIVE_PAGER_H_
 #define ATTND_ENGINE_ARCHIVE_PAGER_H_
 
@@ -31,14 +31,15 @@ namespace attnd::engine {
 // nobody has used for kIdle, above kMark those of any sequence, once there are no copies to drop;
 // it stops at kTarget. A round that a caller of MakeRoom waits for moves at least one segment, if
 // any is whole. A round with nothing to move brings one segment back, of the sequence that was used
-// last, within kIdle; not before `comes_back_after` has gone by since segments were moved.
+// last, within kIdle, and counts as used by that; not before `comes_back_after` has gone by since a
+// segment was moved, or since none could come.
 //
 // Invariant: nobody waits for a round more than two beyond those that have ended.
 class Pager {
  public:
   struct Hooks {
     std::function<std::vector<std::shared_ptr<Sequence>>()> sequences;  // all that there are
-    // Gives memory back of what lies elsewhere in memory, too; whether there was any.
+    // Gives memory back of what lies elsewhere in memory, too; false if there is none.
     std::function<bool()> drop_copies;
   };
 
@@ -81,7 +82,7 @@ class Pager {
   absl::Status Round(bool asked);
   // Ends with the first failure.
   absl::Status MoveOut(bool asked);
-  // Gives way to whoever asks for room. What fails is tried again after comes_back_after_.
+  // Gives way to whoever asks for room. If none comes, the next try is after comes_back_after_.
   void BringOneBack();
   bool IsAsked();  // whether anyone waits for a round
   // Sequences of which `wanted` holds, the one used longest ago first.

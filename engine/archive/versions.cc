@@ -69,17 +69,16 @@ absl::StatusOr<std::vector<Swap>> Archive::PageIn(std::span<const SharedSegment>
   return swaps;
 }
 
-absl::StatusOr<std::optional<Swap>> Archive::BringBack(Sequence* to, const Proceed& proceed) {
+absl::StatusOr<std::optional<Swap>> Archive::WholeVersionFor(Sequence* sequence,
+                                                             const Proceed& proceed) {
   constexpr uint64_t kEnd = std::numeric_limits<uint64_t>::max();
-  const std::vector<SharedSegment> paged = to->PagedWithin(0, kEnd);
+  const std::vector<SharedSegment> paged = sequence->PagedWithin(0, kEnd);
   if (paged.empty()) return std::nullopt;
   const attention::SegmentForm form = paged.front()->form();
   const uint64_t bytes =
       attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
   if (!HasRoomForWhole(bytes)) return std::nullopt;
   ATTND_ASSIGN_OR_RETURN(std::vector<Swap> swaps, PageIn({&paged.front(), 1}, proceed));
-  MutexLock lock(mutex_);
-  ++stats_.paged_in_segments;
   return std::move(swaps.front());
 }
 

@@ -352,6 +352,9 @@ __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
   if constexpr (kChoice == TreeChoice::kByHead) {
     if (PhaseOf(step, item.unit) == TreePhase::kDone) return;
   }
+  if constexpr (!Worker::Sums::kSlopesFit) {
+    PrefetchBytes(item.head + item.offsets->slopes, kDim * kValueDim * 2);
+  }
   Worker(step, item, queries, reinterpret_cast<EstimateMemory<kDim, kValueDim>*>(block_memory))
       .Run();
 }

@@ -121,7 +121,10 @@ class GroupsWorker {
     StoreQueries<kDim>(step_, item_, memory_->q);
     StoreItem(step_, item_);
     const uint32_t tiles = Tiles();
-    if (tiles == 0) AskForSlopes(0);
+    if (tiles == 0) {
+      AskForSlopes();
+      CommitCopies();
+    }
 #pragma unroll 1
     for (uint32_t i = 0; i < tiles; ++i) {
       AddTile(i, tiles, &rows);
@@ -161,15 +164,17 @@ class GroupsWorker {
       rows->summed.AskForValues(Parts::Row(k), Parts::Byte(k), values + k * kTreeThreads * 16);
     }
   }
-  // By way of the rows of tile i, which is none.
-  __device__ __forceinline__ void AskForSlopes(uint32_t i) {
-    Sums::AskForSlopes(item_, &memory_->RowsOf(i)->summed);
+  // Slopes take the place of rows that are none: behind the last tile, or, if there is no tile,
+  // beside the first, whose rows have been asked for all the same.
+  __device__ __forceinline__ SummedRows<kDim, kValueDim>* SlopesPlace() const {
+    return &memory_->RowsOf(max(Tiles(), 1u))->summed;
   }
+  __device__ __forceinline__ void AskForSlopes() { Sums::AskForSlopes(item_, SlopesPlace()); }
   // The tile's sums, relative to the greatest mass so far. rows: of tile i; in the end of the next
   // one, if there is one.
   __device__ __forceinline__ void AddTile(uint32_t i, uint32_t tiles, ScoredRows<kDim>* rows) {
     typename Memory::Rows* of = memory_->RowsOf(i);
-    if (i + 1 == tiles) AskForSlopes(tiles);
+    if (i + 1 == tiles) AskForSlopes();
     CommitCopies();
     Multiply(*rows, &of->summed);
     WaitCopies<1>();  // the tile's values are there, which were asked for before
@@ -284,7 +289,7 @@ class GroupsWorker {
     float* state = step_.tree_states + uint64_t{item_.number} * TreeStateFloats(kValueDim);
     totals_.StoreMasses(&memory_->heads);
     sums_.Finish(
-        item_, lanes_, memory_->q.rotated, memory_->RowsOf(Tiles())->summed, &memory_->exchange,
+        item_, lanes_, memory_->q.rotated, *SlopesPlace(), &memory_->exchange,
         [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
         [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
           float* to = state + lane * Sums::kLaneFloats + kStateHead + channel;

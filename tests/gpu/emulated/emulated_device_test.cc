@@ -41,18 +41,22 @@ class EmulatedDevice : public testing::TestWithParam<Faulty> {};
 TEST_P(EmulatedDevice, SeesAFault) {
   uint32_t words[kFaultyWords];
   RunFaulty(GetParam().kernel, /*right=*/true, words);
-  testing::TestPartResultArray failures;
-  {
-    const testing::ScopedFakeTestPartResultReporter reporter(
-        testing::ScopedFakeTestPartResultReporter::INTERCEPT_ONLY_CURRENT_THREAD, &failures);
-    RunFaulty(GetParam().kernel, /*right=*/false, words);
-  }
   bool seen = false;
-  for (int i = 0; i < failures.size(); ++i) {
-    seen |= std::string(failures.GetTestPartResult(i).message()).find(GetParam().seen) !=
-            std::string::npos;
+  // Of two threads that meet, which one is said depends on who comes first.
+  for (int run = 0; run < 20 && !seen; ++run) {
+    testing::TestPartResultArray failures;
+    {
+      const testing::ScopedFakeTestPartResultReporter reporter(
+          testing::ScopedFakeTestPartResultReporter::INTERCEPT_ONLY_CURRENT_THREAD, &failures);
+      RunFaulty(GetParam().kernel, /*right=*/false, words);
+    }
+    EXPECT_GT(failures.size(), 0) << "run " << run;
+    for (int i = 0; i < failures.size(); ++i) {
+      seen |= std::string(failures.GetTestPartResult(i).message()).find(GetParam().seen) !=
+              std::string::npos;
+    }
   }
-  EXPECT_TRUE(seen) << failures.size() << " failures";
+  EXPECT_TRUE(seen);
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, EmulatedDevice, testing::ValuesIn(kFaulty),
