@@ -52,9 +52,8 @@ struct alignas(16) TreeItem {
   uint32_t first_group_slot;     // of the segment, among the row's
   uint32_t first_group;          // of the slice, as the ends, among the segment's
   uint32_t groups_end;           // the segment may have fewer groups than its index has room for
-  uint32_t
-      room_end;  // of that room: what is asked for before it is known how many groups there are
-  uint32_t slots_end;  // of the slice's group slots
+  uint32_t room_end;             // of that room: asked for before it is known how many there are
+  uint32_t slots_end;            // of the slice's group slots
 
   __device__ __forceinline__ const float* Floats(uint32_t offset) const {
     return reinterpret_cast<const float*>(head + offset);
