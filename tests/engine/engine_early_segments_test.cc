@@ -265,7 +265,8 @@ TEST_F(EarlyEngineTest, GoBeforeSegmentsMoveToDisk) {
   for (TestSequence* sequence : {&idle, &used}) GenerateDense(sequence, kStep);
   fill();
   fill();
-  // Sequences that nobody uses for ten seconds move to disk all the same.
+  // Sequences that nobody uses for ten seconds move to disk all the same: under the thread
+  // sanitizer filling takes as long.
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(8);
   while (idle.Info().resident_bytes >= of_idle && std::chrono::steady_clock::now() < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
