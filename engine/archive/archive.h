@@ -111,10 +111,10 @@ class Archive {
   // Gives back memory of pages that can be read again from disk; returns how many bytes.
   uint64_t Reclaim(uint64_t bytes) { return files_->paged().Shrink(bytes); }
   uint64_t ReclaimableBytes() const { return files_->paged().reclaimable_bytes(); }
-  // Whether so many bytes more stay within the share of the budget down to which the pager moves
-  // segments to disk: what is read whole beyond it would soon be moved again.
+  // Whether with a whole segment of this form memory stays within the share of the budget down to
+  // which the pager moves segments to disk: what is read beyond it would soon be moved again.
   static constexpr double kWholeShare = 0.75;
-  bool HasRoomForWhole(uint64_t bytes) const;
+  bool HasRoomForWhole(const attention::SegmentForm& form) const;
   // Counts a segment that has come back, for metrics.
   void CountPageIn() {
     MutexLock lock(mutex_);

@@ -194,10 +194,7 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   restored->key_bounds = std::move(opened->metadata.key_bounds);
   restored->token_ids = std::move(opened->metadata.token_ids);
   const attention::Backend* const backend = fresh.args().backend;
-  const attention::SegmentForm form = opened->form();
-  bool whole = backend != nullptr && backend->PrefersWhole() &&
-               HasRoomForWhole(attention::Segment::IndexBytes(form) +
-                               attention::Segment::PayloadBytes(form));
+  bool whole = backend != nullptr && backend->PrefersWhole() && HasRoomForWhole(opened->form());
   if (auto shared = ReadableOf(VersionsOf(HandlesNamed(record.chain)), whole)) return shared;
   const uint64_t id = NewSegmentId();
   absl::StatusOr<SharedSegment> read;
@@ -218,7 +215,9 @@ absl::StatusOr<Archive::SharedSegment> Archive::LoadSegment(const Sequence& fres
   return read;
 }
 
-bool Archive::HasRoomForWhole(uint64_t bytes) const {
+bool Archive::HasRoomForWhole(const attention::SegmentForm& form) const {
+  const uint64_t bytes =
+      attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
   const uint64_t used = budget_->used();
   const uint64_t held = used - std::min(used, ReclaimableBytes());
   return static_cast<double>(held + bytes) <=

@@ -74,10 +74,7 @@ absl::StatusOr<std::optional<Swap>> Archive::WholeVersionFor(Sequence* sequence,
   constexpr uint64_t kEnd = std::numeric_limits<uint64_t>::max();
   const std::vector<SharedSegment> paged = sequence->PagedWithin(0, kEnd);
   if (paged.empty()) return std::nullopt;
-  const attention::SegmentForm form = paged.front()->form();
-  const uint64_t bytes =
-      attention::Segment::IndexBytes(form) + attention::Segment::PayloadBytes(form);
-  if (!HasRoomForWhole(bytes)) return std::nullopt;
+  if (!HasRoomForWhole(paged.front()->form())) return std::nullopt;
   ATTND_ASSIGN_OR_RETURN(std::vector<Swap> swaps, PageIn({&paged.front(), 1}, proceed));
   return std::move(swaps.front());
 }
