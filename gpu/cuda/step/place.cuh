@@ -57,11 +57,15 @@ struct UnitPlace {
   }
 };
 
-// By a whole warp, all of whose threads have one unit.
+// The row of an item, by the first that each row has. By a whole warp, all of whose threads have
+// one item.
+__device__ __forceinline__ const RowRef* RowOf(const StepHeader& step, uint32_t item,
+                                               uint32_t RowRef::*first) {
+  return step.row_refs +
+         LastNotAfterOfWarp(step.rows, item, [&](uint32_t i) { return step.row_refs[i].*first; });
+}
 __device__ __forceinline__ const RowRef* RowOfUnit(const StepHeader& step, uint32_t unit) {
-  return step.row_refs + LastNotAfterOfWarp(step.rows, unit, [&](uint32_t i) {
-           return step.row_refs[i].first_unit;
-         });
+  return RowOf(step, unit, &RowRef::first_unit);
 }
 
 // Lane `lane` of a tile: which query head and token.

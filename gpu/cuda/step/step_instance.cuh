@@ -65,9 +65,7 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kVa
   WaitForKernelBefore();
   ForPieces(&step.cursors[kTakenReadPieces], step.read_items, [&](uint32_t item, auto take) {
     if (item + gridDim.x >= step.read_items) LetNextKernelStart();
-    const RowRef* row = step.row_refs + LastNotAfterOfWarp(step.rows, item, [&](uint32_t i) {
-                          return step.row_refs[i].first_read_item;
-                        });
+    const RowRef* row = RowOf(step, item, &RowRef::first_read_item);
     const uint32_t number = item - row->first_read_item;
     const uint32_t tile = number / row->read_pieces;
     const UnitPlace unit(step, row, tile / step.tiles_max);

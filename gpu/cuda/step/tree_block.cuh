@@ -20,11 +20,6 @@ inline constexpr int kTreeBlocks = kDim + kValueDim <= 320 ? 2 : 1;
 // Longer queries count as this long: what is summed over channels stays a float.
 inline constexpr float kTreeQueryMax = 1e17f;
 
-__device__ __forceinline__ const RowRef* RowOfTreeItem(const StepHeader& step, uint32_t item) {
-  return step.row_refs + LastNotAfterOfWarp(step.rows, item, [&](uint32_t i) {
-           return step.row_refs[i].first_tree_item;
-         });
-}
 __device__ __forceinline__ uint32_t SegmentOfSlice(const StepHeader& step, const RowRef& row,
                                                    uint32_t slice) {
   const TreeRef* trees = step.trees + row.trees_begin;
@@ -61,7 +56,7 @@ struct alignas(16) TreeItem {
 };
 
 __device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t number) {
-  const RowRef* row = RowOfTreeItem(step, number);
+  const RowRef* row = RowOf(step, number, &RowRef::first_tree_item);
   const uint32_t in_row = number - row->first_tree_item;
   const uint32_t slice = in_row % row->tree_slices, tile_of_row = in_row / row->tree_slices;
   const uint32_t segment = SegmentOfSlice(step, *row, slice);
