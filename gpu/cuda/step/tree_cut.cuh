@@ -27,15 +27,55 @@ inline constexpr uint32_t kCutBlocksMax = 7;
 inline constexpr uint32_t kCutBlocksMin = 2;
 inline constexpr uint32_t kCutThreads = 512;
 inline constexpr uint32_t kCutWarps = kCutThreads / 32;
-// A key's digits: its exponent, as it is a float's bits, then what follows.
+// A cut's key is found digit by digit, in rounds.
 inline constexpr uint32_t kCutDigits = 256;
-inline constexpr uint32_t kCutRounds = 4;
 static_assert(kCutThreads >= kCutDigits);
+
+// The keys (KeyOf) that a cut may still have. They are told apart by a digit. The first digit has
+// eight values for each power of two from 2^-30 to 2^1.75, where most cuts lie: so few rows have
+// the same. Its first value stands for all keys below, its last for all above, which are told apart
+// by their exponents next. After five digits at most there is one key.
+class CutRange {
+ public:
+  // The least of the keys.
+  __device__ __forceinline__ uint32_t first() const { return first_; }
+  __device__ __forceinline__ bool Has(uint32_t key) const { return key - first_ < size_; }
+  __device__ __forceinline__ bool whole() const { return size_ == kEnd; }
+  __device__ __forceinline__ bool single() const { return size_ == 1; }
+  // Of a key that it has.
+  __device__ __forceinline__ uint32_t DigitOf(uint32_t key) const {
+    if (!whole()) return (key - first_) >> shift_;
+    return key < kWindow ? 0 : min(((key - kWindow) >> kEighth) + 1, kCutDigits - 1);
+  }
+  // Keeps the keys with this digit.
+  __device__ __forceinline__ void Narrow(uint32_t digit) {
+    if (!whole()) {
+      first_ += digit << shift_;
+      size_ = 1u << shift_;
+      shift_ = shift_ > kDigitBits ? shift_ - kDigitBits : 0;
+      return;
+    }
+    first_ = digit == 0 ? 0 : kWindow + ((digit - 1) << kEighth);
+    const bool within = digit != 0 && digit != kCutDigits - 1;
+    const uint32_t end = within ? first_ + (1u << kEighth) : digit == 0 ? kWindow : kEnd;
+    size_ = end - first_;
+    shift_ = within ? kEighth - kDigitBits : kExponent;
+  }
+
+ private:
+  static constexpr uint32_t kDigitBits = 8;
+  static constexpr uint32_t kExponent = 23, kEighth = kExponent - 3;  // their lowest bits in a key
+  static constexpr uint32_t kEnd = 1u << 31;                          // of all keys
+  static constexpr uint32_t kWindow = (127u - 30) << kExponent;
+  static_assert(kCutDigits == 1u << kDigitBits);
+
+  uint32_t first_ = 0, size_ = kEnd, shift_ = 0;
+};
 
 using CutWeight = unsigned long long;
 
 // Weights are added up in words of 32 bits, kCutWordBits of each weight to a word: shared memory
-// adds those at once, and 64 bits by trying. So many rows fit.
+// adds those at once, and 64 bits by trying. So many rows fit. A further word counts rows.
 inline constexpr uint32_t kCutWords = 3;
 inline constexpr uint32_t kCutWordBits = 12;
 static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
@@ -43,6 +83,12 @@ static_assert(kTreeRowsMax <= 1u << (32 - kCutWordBits));
 // One, in fixed point. A row weighs twice that at most.
 inline constexpr CutWeight kCutOne = CutWeight{1} << 34;
 static_assert(2 * kCutOne < CutWeight{1} << kCutWords * kCutWordBits);
+
+// In the weights of a digit that thread blocks send each other, the highest bits say how many rows
+// have it, at least up to two.
+inline constexpr uint32_t kCutRowsShift = 60;
+static_assert(2 * kCutOne * kTreeRowsMax < CutWeight{1} << kCutRowsShift);
+static_assert(2 * kCutBlocksMax < CutWeight{1} << (64 - kCutRowsShift));
 
 __device__ __forceinline__ CutWeight FixedShare(float share) {
   return __float2ull_rn(fminf(share, 2.0f) * static_cast<float>(kCutOne));
@@ -92,7 +138,7 @@ struct CutMemory {
   CutBlocks::Mailbox boxes[2];
   // Of the thread block's rows: how many have a digit, and their weights.
   CutSum row_counts[kCutDigits];
-  CutSum weight_words[kCutWords][kCutDigits];
+  CutSum weight_words[kCutWords + 1][kCutDigits];
   CutWeight parts[2][kCutWarps];
   struct Found {
     uint32_t digit;
@@ -178,7 +224,7 @@ class CutExchange {
     if (threadIdx.x < kCutDigits) {
       memory->row_counts[threadIdx.x] = {};
 #pragma unroll
-      for (uint32_t w = 0; w < kCutWords; ++w) memory->weight_words[w][threadIdx.x] = {};
+      for (uint32_t w = 0; w <= kCutWords; ++w) memory->weight_words[w][threadIdx.x] = {};
     }
     CutBlocks::Arrive();
   }
@@ -230,13 +276,8 @@ class CutExchange {
   uint32_t uses_ = 0;
 };
 
-// Where the digit of a round begins, as a bit of the key.
-__device__ __forceinline__ uint32_t CutShift(uint32_t round) {
-  return round + 1 < kCutRounds ? 23 - 8 * round : 0;
-}
-
-// Finds one ranking's cut, a digit a round. All thread blocks do the same, in each round in this
-// order: Add, a __syncthreads, Send, the exchange's Await, Narrow or NarrowWith.
+// Finds one ranking's cut, a digit a round, until it is known. All thread blocks do the same, in
+// each round in this order: Add, a __syncthreads, Send, the exchange's Await, Narrow or NarrowWith.
 template <typename WeightOf>
 class CutFinder {
  public:
@@ -244,21 +285,19 @@ class CutFinder {
   using Sum = std::conditional_t<WeightOf::kOne, uint32_t, CutWeight>;
   struct DigitWeight {
     Sum own = 0, before = 0;
+    uint32_t rows = 0;  // how many have it; of more than one perhaps too few
   };
 
   __device__ __forceinline__ CutFinder(const RankedRows& rows, CutLimit kind, CutWeight weight,
                                        const WeightOf& weight_of, CutMemory* memory)
       : rows_(rows), kind_(kind), weight_(weight), weight_of_(weight_of), memory_(memory) {}
 
-  __device__ __forceinline__ void Add(uint32_t round) const {
+  __device__ __forceinline__ void Add() const {
     if (cut_.known) return;
-    const uint32_t shift = CutShift(round), above = round > 0 ? CutShift(round - 1) : 31;
-    const uint32_t mask = (1u << (above - shift)) - 1;
 #pragma unroll 2
     for (uint32_t i = threadIdx.x; i < rows_.count; i += kCutThreads) {
       const uint32_t key = rows_.keys[i];
-      if (key == 0 || (round > 0 && (key ^ cut_.key) >> above != 0)) continue;
-      AddRow(weight_of_(i), key >> shift & mask);
+      if (key != 0 && range_.Has(key)) AddRow(weight_of_(i), range_.DigitOf(key));
     }
   }
 
@@ -273,28 +312,27 @@ class CutFinder {
   __device__ __forceinline__ void SetWeight(CutWeight weight) { weight_ = weight; }
 
   // half: of the exchange that was awaited.
-  __device__ __forceinline__ void Narrow(uint32_t round, uint32_t half) {
+  __device__ __forceinline__ void Narrow(uint32_t half) {
     const DigitWeight digit = Gather(half);
     Scanned<Sum> sum{digit.own};
     ScanBlock<kDigitWarps>(memory_, sum);
-    const bool goes_on = NoteDigit(round, digit, sum, &memory_->found[0]);
+    const bool goes_on = NoteDigit(digit, sum, &memory_->found[0]);
     __syncthreads();
-    if (goes_on) Take(round, memory_->found[0]);
+    if (goes_on) Take(memory_->found[0]);
   }
   // The same of two cuts together.
   template <typename OtherWeight>
-  __device__ __forceinline__ void NarrowWith(CutFinder<OtherWeight>* other, uint32_t round,
-                                             uint32_t half) {
+  __device__ __forceinline__ void NarrowWith(CutFinder<OtherWeight>* other, uint32_t half) {
     const DigitWeight digit = Gather(half);
     const auto of_other = other->Gather(half);
     Scanned<Sum> sum{digit.own};
     Scanned<typename CutFinder<OtherWeight>::Sum> other_sum{of_other.own};
     ScanBlock<kDigitWarps>(memory_, sum, other_sum);
-    const bool goes_on = NoteDigit(round, digit, sum, &memory_->found[0]);
-    const bool other_goes_on = other->NoteDigit(round, of_other, other_sum, &memory_->found[1]);
+    const bool goes_on = NoteDigit(digit, sum, &memory_->found[0]);
+    const bool other_goes_on = other->NoteDigit(of_other, other_sum, &memory_->found[1]);
     __syncthreads();
-    if (goes_on) Take(round, memory_->found[0]);
-    if (other_goes_on) other->Take(round, memory_->found[1]);
+    if (goes_on) Take(memory_->found[0]);
+    if (other_goes_on) other->Take(memory_->found[1]);
   }
 
   // The parts of Narrow.
@@ -315,29 +353,38 @@ class CutFinder {
       if (rank < CutBlocks::rank()) digit.before += part;
       digit.own += part;
     }
+    digit.rows = static_cast<uint32_t>(digit.own);
+    if constexpr (!WeightOf::kOne) {
+      constexpr CutWeight kWeight = (CutWeight{1} << kCutRowsShift) - 1;
+      digit.rows = static_cast<uint32_t>(digit.own >> kCutRowsShift);
+      digit.own &= kWeight;
+      digit.before &= kWeight;
+    }
     return digit;
   }
   // Notes the digit that the cut has, by the thread whose it is. sum.before: what the greater
   // digits weigh. Whether there is a cut to look for.
-  __device__ __forceinline__ bool NoteDigit(uint32_t round, const DigitWeight& digit,
-                                            const Scanned<Sum>& sum, CutMemory::Found* found) {
-    if (cut_.known || (round == 0 && !Begin(sum.total))) return false;
+  __device__ __forceinline__ bool NoteDigit(const DigitWeight& digit, const Scanned<Sum>& sum,
+                                            CutMemory::Found* found) {
+    if (cut_.known || (range_.whole() && !Begin(sum.total))) return false;
     const CutWeight above = cut_.above + sum.before;
     if (above < cut_.limit && cut_.limit <= above + digit.own) {
-      *found = {Digit(), WeightOf::kOne && digit.own == 1, above, digit.before};
+      *found = {Digit(), digit.rows == 1, above, digit.before};
     }
     return true;
   }
-  __device__ __forceinline__ void Take(uint32_t round, const CutMemory::Found& found) {
-    cut_.key |= found.digit << CutShift(round);
+  __device__ __forceinline__ void Take(const CutMemory::Found& found) {
+    range_.Narrow(found.digit);
+    cut_.key = range_.first();
     cut_.above = found.above;
     if (found.only) {
       // The one row is taken: without it the others weigh too little.
       cut_.key = cut_.key > 0 ? cut_.key - 1 : 0;
       cut_.known = true;
-    } else if (round + 1 == kCutRounds) {
+    } else if (range_.single()) {
       cut_.above += found.before;
       CountEquals();
+      cut_.known = true;
     }
   }
 
@@ -381,6 +428,7 @@ class CutFinder {
       const uint32_t part = WordOf(weight, w);
       if (part != 0) Place(w, digit).Add(part);
     }
+    if constexpr (!WeightOf::kOne) Place(kCutWords, digit).Add(1);
   }
 
   __device__ __forceinline__ void SendDigit(CutExchange* exchange) const {
@@ -393,7 +441,8 @@ class CutFinder {
     if constexpr (WeightOf::kOne) {
       exchange->SendToAll(&memory_->rows[half][rank][digit], static_cast<uint32_t>(weight));
     } else {
-      exchange->SendToAll(&memory_->weights[half][rank][digit], weight);
+      const CutWeight some = min(Place(kCutWords, digit).Take(), 2u);
+      exchange->SendToAll(&memory_->weights[half][rank][digit], some << kCutRowsShift | weight);
     }
   }
 
@@ -420,8 +469,22 @@ class CutFinder {
   CutWeight weight_;
   const WeightOf weight_of_;
   CutMemory* const memory_;
+  CutRange range_;
   TreeCut cut_;
 };
+
+// Finds one cut.
+template <typename WeightOf>
+__device__ void FindCut(CutFinder<WeightOf>* cut, CutExchange* exchange) {
+#pragma unroll 1
+  while (!cut->cut().known) {
+    cut->Add();
+    __syncthreads();
+    const uint32_t half = exchange->half();
+    exchange->Await(cut->Send(exchange));
+    cut->Narrow(half);
+  }
+}
 
 }  // namespace attnd::gpu
 

@@ -59,12 +59,14 @@ class TreeErrors : public TreeUnit {
   __device__ float2 OutputSums(uint32_t lane, uint32_t chunk, uint32_t share) const;
   __device__ CutWeight OutputNorms(uint32_t lane, float2 sums) const;
   __device__ void SetScales();
+  __device__ __forceinline__ void SetScale(uint32_t lane);
 
   static __device__ float ErrorOf(const TreeLaneScale& scale, float log_mass, float d2,
                                   const TreeRowInfo& info);
   __device__ float2 ScoreOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
   __device__ __forceinline__ void NoteSegments() const;
-  __device__ uint32_t OwnCounts(bool groups) const;
+  template <typename WantedOf>
+  __device__ __forceinline__ void NoteRows(TreePart TreeOffsets::*part, WantedOf wanted_of) const;
   __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
   __device__ __forceinline__ ListedRow LeavesOf(uint32_t slot, const TreeRowInfo& info) const;
   __device__ void NumberItems(const TreeLevel& level);
@@ -224,25 +226,26 @@ inline __device__ void TreeErrors::MeasureOutputs() {
   __syncthreads();
 }
 
-// With a tolerance errors are relative to the outputs' lengths.
 inline __device__ void TreeErrors::SetScales() {
-  if (threadIdx.x < step_.group) {
-    const TreeLane& lane = memory_->lanes[threadIdx.x];
-    const float4 sums = memory_->sums[threadIdx.x];
-    const float greatest = fmaxf(sums.x, lane.zone_max), factor = Weight(sums.x, greatest);
-    const float total = lane.zone_sum * Weight(lane.zone_max, greatest) + sums.y * factor;
-    const float least = LeastNorm(lane.zone_sum * Weight(lane.zone_max, greatest), lane.zone_norm2,
-                                  memory_->moments[threadIdx.x] * factor, sums.y * factor);
-    TreeLaneScale& scale = memory_->scales[threadIdx.x];
-    scale.max = sums.x;
-    scale.best_max = sums.z;
-    scale.best_share = 1 / (sums.w * step_.group);
-    scale.mass_unit = factor / total;
-    scale.error_unit = scale.mass_unit / (limited() ? fmaxf(lane.output_norm, least) : 1);
-    const float share = limited() ? fminf(1.0f, lane.output_norm / least) : 1.0f;
-    scale.mass_share2 = share * share;
-  }
+  if (threadIdx.x < step_.group) SetScale(threadIdx.x);
   __syncthreads();
+}
+// With a tolerance errors are relative to the outputs' lengths.
+__device__ __forceinline__ void TreeErrors::SetScale(uint32_t lane) {
+  const TreeLane& of = memory_->lanes[lane];
+  const float4 sums = memory_->sums[lane];
+  const float greatest = fmaxf(sums.x, of.zone_max), factor = Weight(sums.x, greatest);
+  const float total = of.zone_sum * Weight(of.zone_max, greatest) + sums.y * factor;
+  const float least = LeastNorm(of.zone_sum * Weight(of.zone_max, greatest), of.zone_norm2,
+                                memory_->moments[lane] * factor, sums.y * factor);
+  TreeLaneScale& scale = memory_->scales[lane];
+  scale.max = sums.x;
+  scale.best_max = sums.z;
+  scale.best_share = 1 / (sums.w * step_.group);
+  scale.mass_unit = factor / total;
+  scale.error_unit = scale.mass_unit / (limited() ? fmaxf(of.output_norm, least) : 1);
+  const float share = limited() ? fminf(1.0f, of.output_norm / least) : 1.0f;
+  scale.mass_share2 = share * share;
 }
 
 // The squared error of leaving a row to its estimate.
@@ -279,7 +282,9 @@ __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, ui
       const float half = fminf(d2[k], attention::kVarianceCap) / 2;
       const float best = log_mass[k] + level.optimism * kLog2E * Sqrt(d2[k]) - kLog2E * half;
       if (log_mass[k] != -INFINITY) best_share += Exp2(best - scale.best_max) * scale.best_share;
-      if (log_mass[k] != -INFINITY) error2 += ErrorOf(scale, log_mass[k], d2[k], info);
+      if (limited() && log_mass[k] != -INFINITY) {
+        error2 += ErrorOf(scale, log_mass[k], d2[k], info);
+      }
     }
   }
   return {best_share, error2 / step_.group};
@@ -294,16 +299,23 @@ __device__ __forceinline__ void TreeErrors::NoteSegments() const {
   memory_->segments[s] = {tree.first_group_slot, tree.first_slice, tree.slices};
 }
 
-// This thread's share of how many rows of a level the unit's segments have. The last warps wait for
-// it; as a rule the first ones add up meanwhile what the thread blocks of an earlier stage found.
-inline __device__ uint32_t TreeErrors::OwnCounts(bool groups) const {
+// Notes how many rows of a level the unit's segments have, and wanted_of(that), for whoever looks
+// behind the next barrier. The last warp waits for it; as a rule the first ones add up meanwhile
+// what the thread blocks of an earlier stage found.
+template <typename WantedOf>
+__device__ __forceinline__ void TreeErrors::NoteRows(TreePart TreeOffsets::*part,
+                                                     WantedOf wanted_of) const {
+  if (threadIdx.x / 32 != kCutWarps - 1) return;
   uint32_t rows = 0;
-  for (uint32_t s = kCutThreads - 1 - threadIdx.x; s < row_.segment_count; s += kCutThreads) {
-    const TreeOffsets& offsets = Tree(s).offsets;
-    const uint32_t at = groups ? offsets.groups.count : offsets.leaves.count;
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x % 32; s < row_.segment_count; s += 32) {
+    const uint32_t at = (Tree(s).offsets.*part).count;
     rows += __ldg(reinterpret_cast<const uint32_t*>(HeadOf(s) + at));
   }
-  return rows;
+  rows = SumOverWarp(rows);
+  if (threadIdx.x % 32 != 0) return;
+  memory_->level_rows = rows;
+  memory_->wanted = wanted_of(rows);
 }
 // How many of the groups are opened, whatever their errors.
 inline __device__ uint32_t TreeErrors::OpenedInAnyCase(uint32_t groups) const {

@@ -101,7 +101,7 @@ __device__ void HeadSelector::MarkAll(const TreeLevel& level, uint8_t fate, Fate
 template <typename WeightOf, typename FateOf>
 __device__ void HeadSelector::MarkTaken(const TreeLevel& level, CutFinder<WeightOf>* cut,
                                         FateOf fate_of) {
-  Find(cut);
+  FindCut(cut, &exchange_);
 #pragma unroll 1
   for (uint32_t first = 0; first < level.own; first += kCutThreads) {
     const uint32_t i = first + threadIdx.x;
@@ -249,13 +249,13 @@ __device__ bool HeadSelector::Judge() {
 __device__ void HeadSelector::Open() {
   const auto fate_of = [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); };
   NoteSegments();
-  const uint32_t own_counts = OwnCounts(/*groups=*/true);
+  NoteRows(&TreeOffsets::groups, [this](uint32_t groups) { return OpenedInAnyCase(groups); });
   CombineStates();
   MeasureOutputs();
   SetScales();
   const TreeLevel level = Groups();
   MarkAll(level, kFateEstimated, fate_of);
-  MarkFloor(level, OpenedInAnyCase(SumOfBlock(own_counts)), fate_of);
+  MarkFloor(level, memory_->wanted, fate_of);
   const double limit =
       attention::kQuantileClosedShare * attention::kClosedErrorShare * row_.head_tolerance;
 #pragma unroll 1
@@ -273,8 +273,9 @@ __device__ void HeadSelector::Try() {
   const auto fate_of = [this](uint32_t item) -> uint8_t& { return LeafFate(item); };
   const TreePhase phase = heads_->tries.phase;
   const uint32_t tries = heads_->tries.tries;
-  const uint32_t own_counts = OwnCounts(/*groups=*/false);
   const TreeLevel level = Leaves();
+  NoteRows(&TreeOffsets::leaves,
+           [&](uint32_t leaves) { return min(ShareOf(row_.floor, leaves), level.count); });
   CombinePartials();
   if (phase == TreePhase::kAnew && tries == 0) {
     MeasureOutputs();
@@ -282,12 +283,11 @@ __device__ void HeadSelector::Try() {
     exchange_.Begin();
   }
   SetScales();
-  const uint32_t leaves = SumOfBlock(own_counts);
-  const bool closed = level.count < leaves;
+  const bool closed = level.count < memory_->level_rows;
   if (tries == 0) {
     if (CutBlocks::rank() == 0) StoreLaneScales();
     MarkAll(level, kFateEstimated, fate_of);
-    MarkFloor(level, min(ShareOf(row_.floor, leaves), level.count), fate_of);
+    MarkFloor(level, memory_->wanted, fate_of);
     if (threadIdx.x < step_.group) {
       heads_->wanted[threadIdx.x] = heads_->tries.limits[threadIdx.x];
     }

@@ -54,8 +54,8 @@ __device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact
   const RankedRows rows = {level.best_keys, level.own};
   CutFinder exact(rows, CutLimit::kTaken, exact_limit, weight_of, &memory_->cut);
   CutFinder kept(rows, CutLimit::kTaken, kept_limit, weight_of, &memory_->cut);
-  Find(&exact);
-  Find(&kept);
+  FindCut(&exact, &exchange_);
+  FindCut(&kept, &exchange_);
   uint32_t estimated_tokens = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < level.own; first += kCutThreads) {

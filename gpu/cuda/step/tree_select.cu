@@ -20,6 +20,7 @@ class TreeSelector : public TreeErrors {
   template <bool kBesideClosed, typename FateOf, typename ListedOf>
   __device__ void Mark(const TreeLevel& level, uint32_t wanted, double tolerance, FateOf fate_of,
                        ListedOf listed_of);
+  __device__ void CombineLanes();
   __device__ void NoteClosedErrors();
   __device__ CutWeight ClosedErrors() const;
 };
@@ -55,26 +56,25 @@ __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, doub
   CutFinder errors({level.error_keys, limited() ? level.own : 0}, CutLimit::kLeft, kCutOne,
                    error_of, &memory_->cut);
 #pragma unroll 1
-  for (uint32_t round = 0; round < kCutRounds; ++round) {
-    best.Add(round);
-    if (limited()) errors.Add(round);
+  for (bool first = true; !best.cut().known || (limited() && !errors.cut().known); first = false) {
+    best.Add();
+    if (limited()) errors.Add();
     __syncthreads();
     const uint32_t half = exchange_.half();
     uint32_t bytes = best.Send(&exchange_);
     if (limited()) bytes += errors.Send(&exchange_);
-    if (spends && round == 0) bytes += exchange_.SendShare(ClosedErrors());
+    if (spends && first) bytes += exchange_.SendShare(ClosedErrors());
     exchange_.Await(bytes);
-    if (spends && round == 0) {
+    if (spends && first) {
       CutWeight before;
       const CutWeight spent = exchange_.SumOfShares(half, &before);
       errors.SetWeight(kCutOne > spent ? kCutOne - spent : 0);
     }
     if (limited()) {
-      best.NarrowWith(&errors, round, half);
+      best.NarrowWith(&errors, half);
     } else {
-      best.Narrow(round, half);
+      best.Narrow(half);
     }
-    if (best.cut().known && (!limited() || errors.cut().known)) break;
   }
   const auto mark = [&](uint32_t i, bool takes) {
     const uint32_t row = level.begin + i;
@@ -102,7 +102,7 @@ __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, doub
 
 __device__ void TreeSelector::Open() {
   NoteSegments();
-  const uint32_t own_counts = OwnCounts(/*groups=*/true);
+  NoteRows(&TreeOffsets::groups, [this](uint32_t groups) { return OpenedInAnyCase(groups); });
   CombineStates();
   if (limited()) {
     MeasureOutputs();
@@ -113,10 +113,9 @@ __device__ void TreeSelector::Open() {
   if (threadIdx.x < step_.group && CutBlocks::rank() == 0) {
     stored_lanes()[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
-  const uint32_t wanted = OpenedInAnyCase(SumOfBlock(own_counts));
   const TreeLevel level = Groups();
   Mark</*kBesideClosed=*/false>(
-      level, wanted, attention::kClosedErrorShare * row_.tolerance,
+      level, memory_->wanted, attention::kClosedErrorShare * row_.tolerance,
       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); },
       [this](uint32_t slot, const TreeRowInfo& info) { return LeavesOf(slot, info); });
   NumberItems(level);
@@ -147,20 +146,30 @@ __device__ CutWeight TreeSelector::ClosedErrors() const {
   return sum;
 }
 
+// What the open stage left of lanes, sums over leaves and closed groups, and the scales: a warp for
+// each lane.
+__device__ void TreeSelector::CombineLanes() {
+  for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
+    const TreeLane stored = stored_lanes()[lane];
+    CombinePartialsOf(lane);
+    if (threadIdx.x % 32 != 0) continue;
+    memory_->lanes[lane] = stored;
+    SetScale(lane);
+  }
+  __syncthreads();
+}
+
 __device__ void TreeSelector::Choose() {
   const TreeLevel level = Leaves();
-  const uint32_t own_counts = OwnCounts(/*groups=*/false);
-  if (threadIdx.x < step_.group) {
-    memory_->lanes[threadIdx.x] = stored_lanes()[threadIdx.x];
-  }
-  CombinePartials();
-  SetScales();
+  NoteRows(&TreeOffsets::leaves,
+           [&](uint32_t leaves) { return min(ShareOf(row_.floor, leaves), level.count); });
+  CombineLanes();
   exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
   if (first) StoreLaneScales();
-  const uint32_t wanted = min(ShareOf(row_.floor, SumOfBlock(own_counts)), level.count);
   Mark</*kBesideClosed=*/true>(
-      level, wanted, row_.tolerance, [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
+      level, memory_->wanted, row_.tolerance,
+      [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
   UnitResult result = {};
   result.clusters = level.count;

@@ -80,6 +80,8 @@ struct TreeSelectMemory {
   // Squared lengths of an output's channels (low half) and of the zones' mean.
   CutWeight norms[kTreeLanesMax * kOutputChunksMax];
   CutWeight closed_errors[kCutWarps];
+  uint32_t level_rows;  // of all the unit's segments, chosen from or not
+  uint32_t wanted;      // rows of the level that are taken whatever their errors
   uint32_t first_piece;
   SegmentSlots segments[kKnownSegments];
 };
@@ -114,9 +116,8 @@ class TreeUnit {
                                float optimism) const;
   __device__ TreeLevel Leaves() const;
   __device__ void CombinePartials();
+  __device__ __forceinline__ void CombinePartialsOf(uint32_t lane);
   __device__ __forceinline__ void StoreLaneScales() const;
-  template <typename WeightOf>
-  __device__ void Find(CutFinder<WeightOf>* cut);
   static __device__ __forceinline__ void NoteListed(const TreeLevel& level, uint32_t i,
                                                     ListedRow row) {
     level.best_keys[i] = row.size;
@@ -170,19 +171,23 @@ inline __device__ TreeLevel TreeUnit::Leaves() const {
 
 // A warp for each lane: sums over the leaves and the closed groups.
 inline __device__ void TreeUnit::CombinePartials() {
-  const uint32_t thread = threadIdx.x % 32;
   for (uint32_t lane = threadIdx.x / 32; lane < step_.group; lane += kCutWarps) {
-    SumsOfHeads sums;
-    for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
-      const uint64_t item = ItemNumber(lane / kLanes, s);
-      sums.Add(step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
-    }
-    sums.Join();
-    if (thread != 0) continue;
-    memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
-    memory_->moments[lane] = sums.moments;
+    CombinePartialsOf(lane);
   }
   __syncthreads();
+}
+// By a warp, for its first thread.
+__device__ __forceinline__ void TreeUnit::CombinePartialsOf(uint32_t lane) {
+  const uint32_t thread = threadIdx.x % 32;
+  SumsOfHeads sums;
+  for (uint32_t s = thread; s < row_.tree_slices; s += 32) {
+    const uint64_t item = ItemNumber(lane / kLanes, s);
+    sums.Add(step_.tree_partials + (item * kLanes + lane % kLanes) * kStateHead);
+  }
+  sums.Join();
+  if (thread != 0) return;
+  memory_->sums[lane] = make_float4(sums.max, sums.sum, sums.best_max, sums.best_sum);
+  memory_->moments[lane] = sums.moments;
 }
 
 // The scale of the estimates' weights. One thread block of the unit.
@@ -190,19 +195,6 @@ __device__ __forceinline__ void TreeUnit::StoreLaneScales() const {
   for (uint32_t i = threadIdx.x; i < step_.tiles_max * kLanes; i += kCutThreads) {
     const float4 sums = i < step_.group ? memory_->sums[i] : make_float4(-INFINITY, 0, 0, 0);
     step_.lane_scales[uint64_t{unit_.unit} * step_.tiles_max * kLanes + i] = {sums.x, sums.y, 0, 0};
-  }
-}
-
-// Finds one cut.
-template <typename WeightOf>
-__device__ void TreeUnit::Find(CutFinder<WeightOf>* cut) {
-#pragma unroll 1
-  for (uint32_t round = 0; round < kCutRounds && !cut->cut().known; ++round) {
-    cut->Add(round);
-    __syncthreads();
-    const uint32_t half = exchange_.half();
-    exchange_.Await(cut->Send(&exchange_));
-    cut->Narrow(round, half);
   }
 }
 
