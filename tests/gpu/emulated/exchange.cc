@@ -23,8 +23,8 @@ void EndUse(ByteBarrier* barrier, Block* block) {
 }
 
 void Deliver(Cluster* cluster, size_t i) {
-  const Sent sent = cluster->sent[i];
-  cluster->sent.erase(cluster->sent.begin() + static_cast<ptrdiff_t>(i));
+  const Sent sent = std::exchange(cluster->sent[i], cluster->sent.back());
+  cluster->sent.pop_back();
   std::memcpy(sent.to, &sent.value, sent.bytes);
   ForgetAccesses(sent.to, sent.bytes);
   const auto slot =
