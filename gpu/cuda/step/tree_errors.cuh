@@ -19,6 +19,17 @@ __device__ __forceinline__ float PerBudget(double tolerance) {
   return static_cast<float>(fmin(1 / (tolerance * tolerance), static_cast<double>(FLT_MAX)));
 }
 
+// A row's scores of some neighbouring lanes. Of lanes that the group has not, masses of nothing.
+struct AskedLanes {
+  static constexpr uint32_t kLanes = 4;
+  float log_mass[kLanes], d2[kLanes];
+};
+// What a row's score is made of: it may be asked for before the scales are known.
+struct AskedRow {
+  TreeRowInfo info;
+  AskedLanes first;  // of the first lanes
+};
+
 class TreeErrors : public TreeUnit {
  public:
   using TreeUnit::TreeUnit;
@@ -63,7 +74,11 @@ class TreeErrors : public TreeUnit {
 
   static __device__ float ErrorOf(const TreeLaneScale& scale, float log_mass, float d2,
                                   const TreeRowInfo& info);
-  __device__ float2 ScoreOf(const TreeLevel& level, uint32_t i, const TreeRowInfo& info) const;
+  __device__ __forceinline__ AskedLanes AskLanes(const TreeLevel& level, uint32_t i,
+                                                 uint32_t first) const;
+  __device__ __forceinline__ AskedRow Ask(const TreeLevel& level, uint32_t i) const;
+  __device__ __forceinline__ float2 ScoreOf(const TreeLevel& level, uint32_t i,
+                                            const AskedRow& row) const;
   __device__ __forceinline__ void NoteSegments() const;
   template <typename WantedOf>
   __device__ __forceinline__ void NoteRows(TreePart TreeOffsets::*part, WantedOf wanted_of) const;
@@ -261,33 +276,43 @@ __device__ __forceinline__ float TreeErrors::ErrorOf(const TreeLaneScale& scale,
          attention::kMassErrorShare * (moved * moved + mass * mass * scale.mass_share2);
 }
 
+__device__ __forceinline__ AskedLanes TreeErrors::AskLanes(const TreeLevel& level, uint32_t i,
+                                                           uint32_t first) const {
+  AskedLanes scores;
+#pragma unroll
+  for (uint32_t k = 0; k < AskedLanes::kLanes; ++k) {
+    const uint64_t at = uint64_t{min(first + k, step_.group - 1)} * level.stride + i;
+    scores.log_mass[k] = first + k < step_.group ? __ldg(level.log_mass + at) : -INFINITY;
+    scores.d2[k] = __ldg(level.d2 + at);
+  }
+  return scores;
+}
+__device__ __forceinline__ AskedRow TreeErrors::Ask(const TreeLevel& level, uint32_t i) const {
+  return {InfoAt(level, i), AskLanes(level, i, 0)};
+}
+
 // Of row i, as means over the group: x, the share of the optimistic mass; y, with a tolerance: the
 // squared error of leaving the row to its estimate.
 __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, uint32_t i,
-                                                      const TreeRowInfo& info) const {
-  constexpr uint32_t kAtOnce = 4;  // lanes
+                                                      const AskedRow& row) const {
+  AskedLanes scores = row.first;
   float best_share = 0, error2 = 0;
 #pragma unroll 1
-  for (uint32_t first = 0; first < step_.group; first += kAtOnce) {
-    float log_mass[kAtOnce], d2[kAtOnce];
+  for (uint32_t first = 0;;) {
 #pragma unroll
-    for (uint32_t k = 0; k < kAtOnce; ++k) {
-      const uint64_t at = uint64_t{min(first + k, step_.group - 1)} * level.stride + i;
-      log_mass[k] = first + k < step_.group ? __ldg(level.log_mass + at) : -INFINITY;
-      d2[k] = __ldg(level.d2 + at);
-    }
-#pragma unroll
-    for (uint32_t k = 0; k < kAtOnce; ++k) {
+    for (uint32_t k = 0; k < AskedLanes::kLanes; ++k) {
+      const float log_mass = scores.log_mass[k], d2 = scores.d2[k];
+      if (log_mass == -INFINITY) continue;
       const TreeLaneScale& scale = memory_->scales[first + k];
-      const float half = fminf(d2[k], attention::kVarianceCap) / 2;
-      const float best = log_mass[k] + level.optimism * kLog2E * Sqrt(d2[k]) - kLog2E * half;
-      if (log_mass[k] != -INFINITY) best_share += Exp2(best - scale.best_max) * scale.best_share;
-      if (limited() && log_mass[k] != -INFINITY) {
-        error2 += ErrorOf(scale, log_mass[k], d2[k], info);
-      }
+      const float half = fminf(d2, attention::kVarianceCap) / 2;
+      const float best = log_mass + level.optimism * kLog2E * Sqrt(d2) - kLog2E * half;
+      best_share += Exp2(best - scale.best_max) * scale.best_share;
+      if (limited()) error2 += ErrorOf(scale, log_mass, d2, row.info);
     }
+    first += AskedLanes::kLanes;
+    if (first >= step_.group) return {best_share, error2 / step_.group};
+    scores = AskLanes(level, i, first);
   }
-  return {best_share, error2 / step_.group};
 }
 
 // Makes SlotsOf possible, behind the next __syncthreads.

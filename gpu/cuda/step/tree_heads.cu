@@ -114,9 +114,9 @@ template <typename FateOf>
 __device__ void HeadSelector::MarkFloor(const TreeLevel& level, uint32_t wanted, FateOf fate_of) {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
-    const TreeRowInfo info = InfoAt(level, level.begin + i);
-    const float share = ScoreOf(level, level.begin + i, info).x;
-    level.best_keys[i] = info.tokens > 0 ? KeyOf(__fdividef(share, info.tokens)) : 0;
+    const AskedRow row = Ask(level, level.begin + i);
+    const float tokens = row.info.tokens, share = ScoreOf(level, level.begin + i, row).x;
+    level.best_keys[i] = tokens > 0 ? KeyOf(__fdividef(share, tokens)) : 0;
   }
   CutFinder cut({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
   MarkTaken(level, &cut, fate_of);

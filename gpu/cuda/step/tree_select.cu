@@ -16,12 +16,20 @@ class TreeSelector : public TreeErrors {
   __device__ void Choose();
 
  private:
+  struct AskedGroup {
+    AskedRow row;
+    bool closed = false;
+  };
+
   __device__ void Rank(const TreeLevel& level);
   template <bool kBesideClosed, typename FateOf, typename ListedOf>
   __device__ void Mark(const TreeLevel& level, uint32_t wanted, double tolerance, FateOf fate_of,
                        ListedOf listed_of);
   __device__ void CombineLanes();
-  __device__ void NoteClosedErrors();
+  // The last threads have the first groups: the first ones rank leaves.
+  static __device__ __forceinline__ uint32_t OwnGroup() { return kCutThreads - 1 - threadIdx.x; }
+  __device__ __forceinline__ AskedGroup AskForGroup(const TreeLevel& groups, uint32_t i) const;
+  __device__ __forceinline__ void NoteClosedErrors(const TreeLevel& groups, AskedGroup group);
   __device__ CutWeight ClosedErrors() const;
 };
 
@@ -31,25 +39,25 @@ class TreeSelector : public TreeErrors {
 __device__ void TreeSelector::Rank(const TreeLevel& level) {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
-    const TreeRowInfo info = InfoAt(level, level.begin + i);
-    const float2 score = ScoreOf(level, level.begin + i, info);
-    const bool there = info.tokens > 0;
-    level.best_keys[i] = there ? KeyOf(__fdividef(score.x, info.tokens)) : 0;
+    const AskedRow row = Ask(level, level.begin + i);
+    const float2 score = ScoreOf(level, level.begin + i, row);
+    const float tokens = row.info.tokens;
+    const bool there = tokens > 0;
+    level.best_keys[i] = there ? KeyOf(__fdividef(score.x, tokens)) : 0;
     if (!limited()) continue;
     level.errors[i] = there ? score.y : 0;
-    level.error_keys[i] = there ? KeyOf(__fdividef(score.y, info.tokens)) : 0;
+    level.error_keys[i] = there ? KeyOf(__fdividef(score.y, tokens)) : 0;
   }
 }
 
 // Marks the `wanted` rows that might hide the one token that a query looks for; and those that must
 // be read for the others' squared errors to stay within the tolerance's square, less what closed
-// groups have of it. The others are estimated. Notes listed_of(row, info) of marked rows.
+// groups have of it (NoteClosedErrors). The others are estimated. Rows have been ranked. Notes
+// listed_of(row, info) of marked rows.
 template <bool kBesideClosed, typename FateOf, typename ListedOf>
 __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
                                    FateOf fate_of, ListedOf listed_of) {
-  Rank(level);
   const bool spends = kBesideClosed && limited();
-  if (spends) NoteClosedErrors();
   const float per_budget = PerBudget(tolerance);
   const WeightBy error_of{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
   CutFinder best({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
@@ -114,6 +122,7 @@ __device__ void TreeSelector::Open() {
     stored_lanes()[threadIdx.x] = memory_->lanes[threadIdx.x];
   }
   const TreeLevel level = Groups();
+  Rank(level);
   Mark</*kBesideClosed=*/false>(
       level, memory_->wanted, attention::kClosedErrorShare * row_.tolerance,
       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); },
@@ -123,18 +132,29 @@ __device__ void TreeSelector::Open() {
 
 // ---- the choose stage ----
 
+// Of the thread block's group i, if it has one.
+__device__ __forceinline__ TreeSelector::AskedGroup TreeSelector::AskForGroup(
+    const TreeLevel& groups, uint32_t i) const {
+  AskedGroup group;
+  if (i >= groups.own) return group;
+  group.row = Ask(groups, groups.begin + i);
+  group.closed = GroupFate(groups.begin + i) != kFateExact && group.row.info.tokens > 0;
+  return group;
+}
 // Notes the errors of the thread block's groups that stay closed, as shares of the tolerance's
-// square. Its last threads have the first groups: the first ones rank leaves.
-__device__ void TreeSelector::NoteClosedErrors() {
-  const TreeLevel level = Groups();
+// square. group: the thread's own, asked for while scales were not known.
+__device__ __forceinline__ void TreeSelector::NoteClosedErrors(const TreeLevel& groups,
+                                                               AskedGroup group) {
   const float per_budget = PerBudget(row_.tolerance);
   CutWeight own = 0;
-  for (uint32_t i = kCutThreads - 1 - threadIdx.x; i < level.own; i += kCutThreads) {
-    const uint32_t slot = level.begin + i;
-    const TreeRowInfo info = InfoAt(level, slot);
-    const bool closed = info.tokens > 0 && GroupFate(slot) != kFateExact;
-    const float error2 = ScoreOf(level, slot, info).y;
-    if (closed) own += FixedShare(error2 * per_budget);
+#pragma unroll 1
+  for (uint32_t i = OwnGroup();;) {
+    if (group.closed) {
+      own += FixedShare(ScoreOf(groups, groups.begin + i, group.row).y * per_budget);
+    }
+    i += kCutThreads;
+    if (i >= groups.own) break;
+    group = AskForGroup(groups, i);
   }
   for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(~0u, own, offset);
   if (threadIdx.x % 32 == 0) memory_->closed_errors[threadIdx.x / 32] = own;
@@ -160,6 +180,9 @@ __device__ void TreeSelector::CombineLanes() {
 }
 
 __device__ void TreeSelector::Choose() {
+  const TreeLevel groups = Groups();
+  AskedGroup first_group;
+  if (limited()) first_group = AskForGroup(groups, OwnGroup());
   const TreeLevel level = Leaves();
   NoteRows(&TreeOffsets::leaves,
            [&](uint32_t leaves) { return min(ShareOf(row_.floor, leaves), level.count); });
@@ -167,6 +190,8 @@ __device__ void TreeSelector::Choose() {
   exchange_.Begin();
   const bool first = CutBlocks::rank() == 0;
   if (first) StoreLaneScales();
+  Rank(level);
+  if (limited()) NoteClosedErrors(groups, first_group);
   Mark</*kBesideClosed=*/true>(
       level, memory_->wanted, row_.tolerance,
       [this](uint32_t item) -> uint8_t& { return LeafFate(item); },

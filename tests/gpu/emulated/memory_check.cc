@@ -119,8 +119,8 @@ State& Memory() {
   return state;
 }
 
-// Whether an access that was seen has happened before all that the running thread does now. Like the
-// next two it is a part of every access, and most of a test's time if it is called.
+// Whether an access that was seen has happened before all that the running thread does now. Like
+// the next two it is a part of every access, and most of a test's time if it is called.
 [[gnu::always_inline]] inline bool IsBefore(const Seen& seen) {
   if (seen.launch != grid.launch || seen.thread == now->thread) return true;
   const uint32_t block = seen.thread / grid.threads, own = now->thread / grid.threads;
@@ -133,7 +133,8 @@ State& Memory() {
 }
 
 // Returns whether it is doubtful.
-[[gnu::always_inline]] inline bool CheckWord(Word* word, uint8_t bytes, Access access, const void* program_counter) {
+[[gnu::always_inline]] inline bool CheckWord(Word* word, uint8_t bytes, Access access,
+                                             const void* program_counter) {
   const bool atomic = access == Access::kAtomic;
   const auto conflicts = [&](const Seen& seen) {
     return (seen.bytes & bytes) != 0 && !(seen.atomic && atomic) && !IsBefore(seen);
@@ -162,8 +163,8 @@ State& Memory() {
 
 // Checks an access word by word; word_at(place) is what is known of the word at a place.
 template <typename WordAt>
-[[gnu::always_inline]] inline void CheckWords(uintptr_t at, size_t bytes, Access access, const void* program_counter,
-                WordAt word_at) {
+[[gnu::always_inline]] inline void CheckWords(uintptr_t at, size_t bytes, Access access,
+                                              const void* program_counter, WordAt word_at) {
   const uintptr_t begin = at, end = at + bytes;
   bool doubtful = false;
   while (at < end) {
