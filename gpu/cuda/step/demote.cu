@@ -25,7 +25,6 @@ constexpr uint8_t kFateMissed = 3;
 
 struct DemoteMemory {
   uint32_t sums[kDemoteWarps];
-  uint32_t first_piece;
 };
 
 // A chosen cluster's tokens, in a segment's order.
@@ -166,8 +165,8 @@ __global__ void __launch_bounds__(kDemoteThreads)
   UnitResult result = step.unit_results[unit.unit];
   const CarriedPages carried = *step.carried;
   if (carried.missed != 0) result = Demoter(step, unit, carried, &memory).Run(result);
-  __syncthreads();
-  QueuePieces(step, unit, result, &memory.first_piece);
+  __syncthreads();  // the result has been read
+  if (threadIdx.x < 32) QueuePieces(step, unit, result);
 }
 
 }  // namespace

@@ -19,7 +19,6 @@ constexpr uint32_t kSelectThreads = ThreadBlock::kBlockThreads;
 struct BlockMemory {
   UnitMemory<ThreadBlock> unit;
   uint32_t undecided[kUndecidedMax];
-  uint32_t first_piece;
 };
 
 // Slots by the chunks that prepare has resolved.
@@ -136,7 +135,8 @@ __global__ void __launch_bounds__(kSelectThreads)
     selector.RankByMass(/*optimistic=*/true);
     return selector.MarkFloor(selector.CutAt(/*exact=*/true));
   }
-  ReportChoice(step, unit, selector.Select(), &memory.first_piece);
+  const UnitResult result = selector.Select();
+  if (threadIdx.x < 32) ReportChoice(step, unit, result);
 }
 
 // One thread block weighs the errors of one unit with a tolerance, and chooses its clusters.
@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kSelectThreads)
   selector.MeasureOutputs<kValueDim>();
   selector.RankByError();
   const RankCut cut = selector.CutByError(row->tolerance);
-  ReportChoice(step, unit, selector.Assign(cut, kTakeAll, /*keep=*/true), &memory.first_piece);
+  const UnitResult result = selector.Assign(cut, kTakeAll, /*keep=*/true);
+  if (threadIdx.x < 32) ReportChoice(step, unit, result);
 }
 
 }  // namespace

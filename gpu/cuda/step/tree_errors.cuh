@@ -85,6 +85,7 @@ class TreeErrors : public TreeUnit {
   __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
   __device__ __forceinline__ ListedRow LeavesOf(uint32_t slot, const TreeRowInfo& info) const;
   __device__ void NumberItems(const TreeLevel& level);
+  __device__ __forceinline__ UnitResult ResultOf(const TreeLevel& leaves, uint32_t chosen) const;
   __device__ __forceinline__ TreeLane* stored_lanes() const {
     return reinterpret_cast<TreeLane*>(words_);
   }
@@ -357,7 +358,9 @@ __device__ __forceinline__ ListedRow TreeErrors::LeavesOf(uint32_t slot,
 
 // Numbers the leaves of opened groups, in the order of segments and groups.
 inline __device__ void TreeErrors::NumberItems(const TreeLevel& level) {
-  const uint32_t all = List(level, items());
+  List(level, items(), [&](uint32_t all) {
+    if (threadIdx.x % 32 == 0 && CutBlocks::rank() == 0) first_items()[row_.tree_slices] = all;
+  });
   __syncthreads();
   for (uint32_t s = threadIdx.x; s < row_.segment_count; s += kCutThreads) {
     const SegmentSlots tree = SlotsOf(s);
@@ -366,7 +369,16 @@ inline __device__ void TreeErrors::NumberItems(const TreeLevel& level) {
       if (slot < level.own) first_items()[tree.first_slice + i] = level.error_keys[slot];
     }
   }
-  if (threadIdx.x == 0 && CutBlocks::rank() == 0) first_items()[row_.tree_slices] = all;
+}
+
+// A choice that drops nothing. chosen: tokens.
+__device__ __forceinline__ UnitResult TreeErrors::ResultOf(const TreeLevel& leaves,
+                                                           uint32_t chosen) const {
+  UnitResult result = {};
+  result.clusters = leaves.count;
+  result.chosen_tokens = chosen;
+  result.estimated_tokens = row_.clustered_tokens - chosen;
+  return result;
 }
 
 }  // namespace attnd::gpu

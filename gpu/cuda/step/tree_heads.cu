@@ -324,12 +324,8 @@ __device__ void HeadSelector::ListChosen() {
   NoteMarked(
       level, [this](uint32_t item) { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
-  UnitResult result = {};
-  result.clusters = level.count;
-  result.chosen_tokens = List(level, UnitChosen(step_, unit_));
-  result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
+  ListTokens(level, [&](uint32_t tokens) { return ResultOf(level, tokens); });
   if (CutBlocks::rank() != 0) return;
-  ReportChoice(step_, unit_, result, &memory_->first_piece);
   // Where all is read that has been estimated by now: there is nothing left to do.
   const bool reads_all = heads_->tries.phase == TreePhase::kReadAll;
   if (reads_all && threadIdx.x == 0) TriesOf(step_, unit_)->phase = TreePhase::kDone;

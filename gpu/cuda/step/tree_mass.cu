@@ -21,10 +21,10 @@ class MassSelector : public TreeUnit {
  private:
   __device__ void Rank(const TreeLevel& level);
   template <typename WeightOf>
-  __device__ UnitResult Mark(const TreeLevel& level, CutWeight exact_limit, CutWeight kept_limit,
-                             const WeightOf& weight_of);
-  __device__ UnitResult MarkByCount(const TreeLevel& level);
-  __device__ UnitResult MarkByShare(const TreeLevel& level);
+  __device__ void Mark(const TreeLevel& level, CutWeight exact_limit, CutWeight kept_limit,
+                       const WeightOf& weight_of);
+  __device__ void MarkByCount(const TreeLevel& level);
+  __device__ void MarkByShare(const TreeLevel& level);
 };
 
 // Keys by the group's mean share of the mass.
@@ -49,8 +49,8 @@ __device__ void MassSelector::Rank(const TreeLevel& level) {
 
 // Leaves above the first cut are read, others above the second one estimated.
 template <typename WeightOf>
-__device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact_limit,
-                                         CutWeight kept_limit, const WeightOf& weight_of) {
+__device__ void MassSelector::Mark(const TreeLevel& level, CutWeight exact_limit,
+                                   CutWeight kept_limit, const WeightOf& weight_of) {
   const RankedRows rows = {level.best_keys, level.own};
   CutFinder exact(rows, CutLimit::kTaken, exact_limit, weight_of, &memory_->cut);
   CutFinder kept(rows, CutLimit::kTaken, kept_limit, weight_of, &memory_->cut);
@@ -68,38 +68,43 @@ __device__ UnitResult MassSelector::Mark(const TreeLevel& level, CutWeight exact
     NoteListed(level, i, is_exact ? TokensOf(item, info) : ListedRow());
     estimated_tokens += !is_exact && is_kept ? static_cast<uint32_t>(info.tokens) : 0;
   }
-  UnitResult result = {};
-  result.clusters = level.count;
   CutWeight before;
-  result.estimated_tokens = exchange_.Sum(SumOfBlock(estimated_tokens), &before);
-  result.chosen_tokens = List(level, UnitChosen(step_, unit_));
-  result.dropped_tokens = row_.clustered_tokens - result.chosen_tokens - result.estimated_tokens;
-  return result;
+  const CutWeight estimated = exchange_.Sum(SumOfBlock(estimated_tokens), &before);
+  ListTokens(level, [&](uint32_t tokens) {
+    UnitResult result = {};
+    result.clusters = level.count;
+    result.chosen_tokens = tokens;
+    result.estimated_tokens = static_cast<uint32_t>(estimated);
+    result.dropped_tokens = row_.clustered_tokens - tokens - result.estimated_tokens;
+    return result;
+  });
 }
 
-__device__ UnitResult MassSelector::MarkByCount(const TreeLevel& level) {
+__device__ void MassSelector::MarkByCount(const TreeLevel& level) {
   const uint32_t exact = ShareOf(row_.exact_share, level.count);
   const uint32_t estimated = min(ShareOf(row_.estimated_share, level.count), level.count - exact);
-  return Mark(level, exact, exact + estimated, OneEach());
+  Mark(level, exact, exact + estimated, OneEach());
 }
 
-__device__ UnitResult MassSelector::MarkByShare(const TreeLevel& level) {
+__device__ void MassSelector::MarkByShare(const TreeLevel& level) {
   const auto limit = [](double p) {
     return p < 1 ? static_cast<CutWeight>(ceil(p * static_cast<double>(kCutOne))) : kTakesAll;
   };
   const WeightBy share_of{[&](uint32_t i) { return FixedShare(ScoreOf(level.best_keys[i])); }};
-  return Mark(level, limit(row_.p2), limit(row_.p1), share_of);
+  Mark(level, limit(row_.p2), limit(row_.p1), share_of);
 }
 
 __device__ void MassSelector::Choose() {
   const TreeLevel level = Leaves();
   CombinePartials();
   exchange_.Begin();
-  const bool first = CutBlocks::rank() == 0;
-  if (first) StoreLaneScales();
+  if (CutBlocks::rank() == 0) StoreLaneScales();
   Rank(level);
-  const UnitResult result = row_.cut == CutKind::kTopP ? MarkByShare(level) : MarkByCount(level);
-  if (first) ReportChoice(step_, unit_, result, &memory_->first_piece);
+  if (row_.cut == CutKind::kTopP) {
+    MarkByShare(level);
+  } else {
+    MarkByCount(level);
+  }
 }
 
 __global__ void __launch_bounds__(kCutThreads, 2)

@@ -188,19 +188,14 @@ __device__ void TreeSelector::Choose() {
            [&](uint32_t leaves) { return min(ShareOf(row_.floor, leaves), level.count); });
   CombineLanes();
   exchange_.Begin();
-  const bool first = CutBlocks::rank() == 0;
-  if (first) StoreLaneScales();
+  if (CutBlocks::rank() == 0) StoreLaneScales();
   Rank(level);
   if (limited()) NoteClosedErrors(groups, first_group);
   Mark</*kBesideClosed=*/true>(
       level, memory_->wanted, row_.tolerance,
       [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
-  UnitResult result = {};
-  result.clusters = level.count;
-  result.chosen_tokens = List(level, UnitChosen(step_, unit_));
-  result.estimated_tokens = row_.clustered_tokens - result.chosen_tokens;
-  if (first) ReportChoice(step_, unit_, result, &memory_->first_piece);
+  ListTokens(level, [&](uint32_t tokens) { return ResultOf(level, tokens); });
 }
 
 // ---- kernels ----

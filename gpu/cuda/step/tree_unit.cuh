@@ -82,7 +82,6 @@ struct TreeSelectMemory {
   CutWeight closed_errors[kCutWarps];
   uint32_t level_rows;  // of all the unit's segments, chosen from or not
   uint32_t wanted;      // rows of the level that are taken whatever their errors
-  uint32_t first_piece;
   SegmentSlots segments[kKnownSegments];
 };
 
@@ -123,7 +122,10 @@ class TreeUnit {
     level.best_keys[i] = row.size;
     level.error_keys[i] = row.first;
   }
-  __device__ uint32_t List(const TreeLevel& level, uint32_t* list);
+  template <typename Counted>
+  __device__ void List(const TreeLevel& level, uint32_t* list, Counted counted);
+  template <typename ResultOf>
+  __device__ void ListTokens(const TreeLevel& level, ResultOf result_of);
   template <typename Number>
   __device__ __forceinline__ Number SumOfBlock(Number own) const {
     return gpu::SumOfBlock(own, &memory_->cut);
@@ -198,10 +200,12 @@ __device__ __forceinline__ void TreeUnit::StoreLaneScales() const {
   }
 }
 
-// Lists what the thread blocks have noted of all their rows, in the rows' order; returns how many
-// words that are. Puts the number of each row's first word in the place of its error's key. A warp
-// has some neighbouring rows, and a thread every 32nd of their words.
-inline __device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t* list) {
+// Lists what the thread blocks have noted of all their rows, in the rows' order. Puts the number of
+// each row's first word in the place of its error's key. A warp has some neighbouring rows, and a
+// thread every 32nd of their words. counted(all): by the last warp, which as a rule has no rows,
+// once it is known how many words there are.
+template <typename Counted>
+__device__ void TreeUnit::List(const TreeLevel& level, uint32_t* list, Counted counted) {
   const uint32_t each = (level.own + kCutThreads - 1) / kCutThreads * 32;
   const uint32_t begin = min(threadIdx.x / 32 * each, level.own),
                  end = min(begin + each, level.own);
@@ -212,6 +216,7 @@ inline __device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t* list
   ScanBlock<kCutWarps>(&memory_->cut, sizes);
   CutWeight before;
   const CutWeight all = exchange_.Sum(sizes.total, &before);
+  if (threadIdx.x / 32 == kCutWarps - 1) counted(static_cast<uint32_t>(all));
   uint32_t number = static_cast<uint32_t>(before) + __shfl_sync(~0u, sizes.before, 0);
 #pragma unroll 1
   for (uint32_t first = begin; first < end; first += 32) {
@@ -235,7 +240,14 @@ inline __device__ uint32_t TreeUnit::List(const TreeLevel& level, uint32_t* list
     }
     number += words;
   }
-  return static_cast<uint32_t>(all);
+}
+
+// Lists the tokens of the leaves that have been noted, and reports result_of(how many they are).
+template <typename ResultOf>
+__device__ void TreeUnit::ListTokens(const TreeLevel& level, ResultOf result_of) {
+  List(level, UnitChosen(step_, unit_), [&](uint32_t tokens) {
+    if (CutBlocks::rank() == 0) ReportChoice(step_, unit_, result_of(tokens));
+  });
 }
 
 }  // namespace attnd::gpu
