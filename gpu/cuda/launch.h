@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a step's kernels are launched that are not of thread block clusters (step/cluster_launch.h).
+// How kernels are launched that are not of thread block clusters (step/cluster_launch.h).
 #ifndef ATTND_GPU_CUDA_LAUNCH_H_
 #define ATTND_GPU_CUDA_LAUNCH_H_
 
@@ -32,6 +32,21 @@ template <typename... Parameters, typename... Args>
 cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
                    uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
   return LaunchBehind(/*overlap=*/false, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+
+// Lets a kernel have so many bytes of shared memory: more than it gets without asking.
+template <typename... Parameters>
+cudaError_t AllowShared(void (*kernel)(Parameters...), uint32_t shared_bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(shared_bytes));
+}
+
+template <typename... Parameters, typename... Args>
+cudaError_t LaunchLarge(void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
+                        uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
+  const cudaError_t error = AllowShared(kernel, shared_bytes);
+  if (error != cudaSuccess) return error;
+  return Launch(kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace attnd::gpu

@@ -10,6 +10,7 @@
 #include "gpu/cuda/index/index_kernels.cuh"
 #include "gpu/cuda/index/index_mma.cuh"
 #include "gpu/cuda/index/tree_kernels.cuh"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -233,8 +234,7 @@ __global__ void __launch_bounds__(kThreads, Tuning<Shape::kHeadDim>::kBlocksPerS
 template <typename Shape, typename Rows>
 cudaError_t Launch(const IndexPlan& plan, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = kBuffers * sizeof(Tile<Shape::kHeadDim>);
-  const cudaError_t error = cudaFuncSetAttribute(
-      AssignKernel<Shape, Rows>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const cudaError_t error = AllowShared(AssignKernel<Shape, Rows>, kSharedBytes);
   if (error != cudaSuccess) return error;
   const uint32_t token_tiles = CeilDiv(plan.tokens, Tuning<Shape::kHeadDim>::kBlockTokens);
   AssignKernel<Shape, Rows>

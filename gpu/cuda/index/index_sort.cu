@@ -4,6 +4,7 @@
 // own run of tokens, so that no order of arrival shows in the result.
 #include "gpu/cuda/index/index_block.cuh"
 #include "gpu/cuda/index/index_kernels.cuh"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -92,9 +93,7 @@ template <bool kLast>
 cudaError_t Launch(const IndexPlan& plan, cudaStream_t stream) {
   const uint32_t shared_bytes = kWarps * plan.clusters * sizeof(uint16_t);
   // What the greatest segment needs, once and for all sizes.
-  const cudaError_t error =
-      cudaFuncSetAttribute(SortKernel<kLast>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           static_cast<int>(shared_bytes));
+  const cudaError_t error = AllowShared(SortKernel<kLast>, shared_bytes);
   if (error != cudaSuccess) return error;
   SortKernel<kLast><<<plan.heads, kThreads, shared_bytes, stream>>>(plan);
   return cudaGetLastError();

@@ -7,6 +7,7 @@
 // thread block for a head diagonalises and writes the rotations down; several then apply them to
 // the eigenvectors, each to some channels of all, as channels do not mix.
 #include "gpu/cuda/index/tree_kernels.cuh"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -206,8 +207,7 @@ cudaError_t LaunchTreeAxes(const KernelShape& shape, const TreePlan& plan, cudaS
     using Shape = decltype(constant);
     constexpr uint32_t kDim = Shape::kHeadDim;
     constexpr uint32_t kSharedBytes = kFits<kDim> ? kDim * kDim * sizeof(float) : 0;
-    const cudaError_t error = cudaFuncSetAttribute(
-        DiagonaliseKernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const cudaError_t error = AllowShared(DiagonaliseKernel<Shape>, kSharedBytes);
     if (error != cudaSuccess) return error;
     DiagonaliseKernel<Shape><<<plan.base.heads, kThreads, kSharedBytes, stream>>>(plan);
     VectorKernel<Shape><<<plan.base.heads*(kDim / 32), kVectorThreads, 0, stream>>>(plan);

@@ -9,6 +9,7 @@
 #include "gpu/cuda/index/index_mma.cuh"
 #include "gpu/cuda/index/tree_deviations.cuh"
 #include "gpu/cuda/index/tree_kernels.cuh"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -327,8 +328,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Rows>
 cudaError_t Launch(const TreePlan& plan, uint32_t rows, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = Tile<typename Rows::S>::kSharedBytes;
-  const cudaError_t error = cudaFuncSetAttribute(
-      RotateKernel<Rows>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const cudaError_t error = AllowShared(RotateKernel<Rows>, kSharedBytes);
   if (error != cudaSuccess) return error;
   const uint32_t blocks = CeilDiv(rows, kBlockRows);
   RotateKernel<Rows><<<plan.base.heads * blocks, kThreads, kSharedBytes, stream>>>(plan, blocks);

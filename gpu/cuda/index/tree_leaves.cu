@@ -11,6 +11,7 @@
 #include "gpu/cuda/index/index_block.cuh"
 #include "gpu/cuda/index/index_mma.cuh"
 #include "gpu/cuda/index/tree_kernels.cuh"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -407,8 +408,7 @@ template <uint32_t kDim, bool kFits>
 cudaError_t Launch(const TreePlan& plan, cudaStream_t stream) {
   constexpr uint32_t kSharedBytes = kFits ? sizeof(SharedGroup<kDim>) : 0;
   if constexpr (kFits) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        LeafKernel<kDim, kFits>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const cudaError_t error = AllowShared(LeafKernel<kDim, kFits>, kSharedBytes);
     if (error != cudaSuccess) return error;
   }
   LeafKernel<kDim, kFits>

@@ -6,6 +6,7 @@
 #include "gpu/cuda/index/index_mma.cuh"
 #include "gpu/cuda/index/tree_deviations.cuh"
 #include "gpu/cuda/index/tree_kernels.cuh"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -111,8 +112,7 @@ cudaError_t LaunchTreeMoments(const KernelShape& shape, const TreePlan& plan, cu
     using Shape = decltype(constant);
     constexpr uint32_t kDim = kPointDim<Shape>;
     constexpr uint32_t kSharedBytes = kTileTokens * (kDim + kPadding) * sizeof(float);
-    const cudaError_t error = cudaFuncSetAttribute(
-        MomentKernel<Shape>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    const cudaError_t error = AllowShared(MomentKernel<Shape>, kSharedBytes);
     if (error != cudaSuccess) return error;
     const uint32_t blocks = plan.moment_chunks * (Shape::kHeadDim / kTileChannels);
     MomentKernel<Shape><<<plan.base.heads * blocks, kThreads, kSharedBytes, stream>>>(plan);

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "gpu/cuda/step/large_launch.h"
+#include "gpu/cuda/launch.h"
 
 namespace attnd::gpu {
 

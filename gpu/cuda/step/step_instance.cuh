@@ -13,7 +13,6 @@
 #include "gpu/cuda/step/cluster_launch.h"
 #include "gpu/cuda/step/coop_step.cuh"
 #include "gpu/cuda/step/estimate.cuh"
-#include "gpu/cuda/step/large_launch.h"
 #include "gpu/cuda/step/merge.cuh"
 #include "gpu/cuda/step/place.cuh"
 #include "gpu/cuda/step/prepare.cuh"

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "gpu/cuda/step/large_launch.h"
+#include "gpu/cuda/launch.h"
 #include "gpu/cuda/step/tree_block.cuh"
 #include "gpu/layout/kernel_shapes.h"
 
