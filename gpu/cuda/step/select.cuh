@@ -44,8 +44,11 @@ struct SelectMemory {
   Weight64 above;
 };
 
-// A score, not negative, as a key in the same order. 0 is kept for slots without a cluster.
-__device__ __forceinline__ uint32_t KeyOf(float score) { return __float_as_uint(score) + 1; }
+// A score, not negative, as a key in the same order, below 2^31. 0 is kept for slots without a
+// cluster; the greatest is that of what is no number.
+__device__ __forceinline__ uint32_t KeyOf(float score) {
+  return min(__float_as_uint(score), 0x7FFFFFFEu) + 1;
+}
 __device__ __forceinline__ float ScoreOf(uint32_t key) { return __uint_as_float(key - 1); }
 
 // Over a warp. In two halves, as the hardware adds 32-bit numbers at once.

@@ -32,9 +32,9 @@ inline constexpr uint32_t kCutDigits = 256;
 static_assert(kCutThreads >= kCutDigits);
 
 // The keys (KeyOf) that a cut may still have. They are told apart by a digit. The first digit has
-// eight values for each power of two from 2^-30 to 2^1.75, where most cuts lie: so few rows have
-// the same. Its first value stands for all keys below, its last for all above, which are told apart
-// by their exponents next. After five digits at most there is one key.
+// eight values for each power of two from 2^-30 to 3.5, where most cuts lie: so few rows have the
+// same. Its first value stands for all keys below, its last for all above, of which the next digit
+// tells powers of two apart. After five digits at most there is one key.
 class CutRange {
  public:
   // The least of the keys.
@@ -136,7 +136,8 @@ struct CutMemory {
   uint32_t rows[2][kCutBlocksMax][kCutDigits];
   CutWeight shares[2][kCutBlocksMax];
   CutBlocks::Mailbox boxes[2];
-  // Of the thread block's rows: how many have a digit, and their weights.
+  // Of the thread block's rows that have a digit: of a cut by count their number; of one by weight
+  // the words of their weights, and in the last word their number.
   CutSum row_counts[kCutDigits];
   CutSum weight_words[kCutWords + 1][kCutDigits];
   CutWeight parts[2][kCutWarps];
@@ -353,8 +354,9 @@ class CutFinder {
       if (rank < CutBlocks::rank()) digit.before += part;
       digit.own += part;
     }
-    digit.rows = static_cast<uint32_t>(digit.own);
-    if constexpr (!WeightOf::kOne) {
+    if constexpr (WeightOf::kOne) {
+      digit.rows = digit.own;
+    } else {
       constexpr CutWeight kWeight = (CutWeight{1} << kCutRowsShift) - 1;
       digit.rows = static_cast<uint32_t>(digit.own >> kCutRowsShift);
       digit.own &= kWeight;
@@ -375,13 +377,13 @@ class CutFinder {
   }
   __device__ __forceinline__ void Take(const CutMemory::Found& found) {
     range_.Narrow(found.digit);
-    cut_.key = range_.first();
     cut_.above = found.above;
     if (found.only) {
       // The one row is taken: without it the others weigh too little.
-      cut_.key = cut_.key > 0 ? cut_.key - 1 : 0;
+      cut_.key = max(range_.first(), 1u) - 1;
       cut_.known = true;
     } else if (range_.single()) {
+      cut_.key = range_.first();
       cut_.above += found.before;
       CountEquals();
       cut_.known = true;

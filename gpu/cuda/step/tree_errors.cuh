@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "attention/policy/estimate_limits.h"
+#include "gpu/cuda/step/select.cuh"
 #include "gpu/cuda/step/tree_unit.cuh"
 #include "gpu/cuda/step/unit_selector.cuh"
 
@@ -21,8 +22,8 @@ __device__ __forceinline__ float PerBudget(double tolerance) {
 
 // A row's scores of some neighbouring lanes. Of lanes that the group has not, masses of nothing.
 struct AskedLanes {
-  static constexpr uint32_t kLanes = 4;
-  float log_mass[kLanes], d2[kLanes];
+  static constexpr uint32_t kAtOnce = 4;
+  float log_mass[kAtOnce], d2[kAtOnce];
 };
 // What a row's score is made of: it may be asked for before the scales are known.
 struct AskedRow {
@@ -80,9 +81,11 @@ class TreeErrors : public TreeUnit {
   __device__ __forceinline__ float2 ScoreOf(const TreeLevel& level, uint32_t i,
                                             const AskedRow& row) const;
   __device__ __forceinline__ void NoteSegments() const;
-  template <typename WantedOf>
-  __device__ __forceinline__ void NoteRows(TreePart TreeOffsets::*part, WantedOf wanted_of) const;
   __device__ uint32_t OpenedInAnyCase(uint32_t groups) const;
+  template <typename TakenOf>
+  __device__ __forceinline__ void NoteRows(TreePart TreeOffsets::*part, TakenOf taken_of) const;
+  __device__ __forceinline__ void NoteGroups() const;
+  __device__ __forceinline__ void NoteLeaves(const TreeLevel& leaves) const;
   __device__ __forceinline__ ListedRow LeavesOf(uint32_t slot, const TreeRowInfo& info) const;
   __device__ void NumberItems(const TreeLevel& level);
   __device__ __forceinline__ UnitResult ResultOf(const TreeLevel& leaves, uint32_t chosen) const;
@@ -281,7 +284,7 @@ __device__ __forceinline__ AskedLanes TreeErrors::AskLanes(const TreeLevel& leve
                                                            uint32_t first) const {
   AskedLanes scores;
 #pragma unroll
-  for (uint32_t k = 0; k < AskedLanes::kLanes; ++k) {
+  for (uint32_t k = 0; k < AskedLanes::kAtOnce; ++k) {
     const uint64_t at = uint64_t{min(first + k, step_.group - 1)} * level.stride + i;
     scores.log_mass[k] = first + k < step_.group ? __ldg(level.log_mass + at) : -INFINITY;
     scores.d2[k] = __ldg(level.d2 + at);
@@ -301,7 +304,7 @@ __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, ui
 #pragma unroll 1
   for (uint32_t first = 0;;) {
 #pragma unroll
-    for (uint32_t k = 0; k < AskedLanes::kLanes; ++k) {
+    for (uint32_t k = 0; k < AskedLanes::kAtOnce; ++k) {
       const float log_mass = scores.log_mass[k], d2 = scores.d2[k];
       if (log_mass == -INFINITY) continue;
       const TreeLaneScale& scale = memory_->scales[first + k];
@@ -310,7 +313,7 @@ __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, ui
       best_share += Exp2(best - scale.best_max) * scale.best_share;
       if (limited()) error2 += ErrorOf(scale, log_mass, d2, row.info);
     }
-    first += AskedLanes::kLanes;
+    first += AskedLanes::kAtOnce;
     if (first >= step_.group) return {best_share, error2 / step_.group};
     scores = AskLanes(level, i, first);
   }
@@ -318,19 +321,26 @@ __device__ __forceinline__ float2 TreeErrors::ScoreOf(const TreeLevel& level, ui
 
 // Makes SlotsOf possible, behind the next __syncthreads.
 __device__ __forceinline__ void TreeErrors::NoteSegments() const {
-  const uint32_t s =
-      kCutThreads - 1 - threadIdx.x;  // by warps that seldom have anything else to do
+  // By the warps before the last, which counts rows: as a rule they have nothing else to do.
+  const uint32_t s = kCutThreads - 33 - threadIdx.x;
   if (s >= min(row_.segment_count, kKnownSegments)) return;
   const TreeRef& tree = Tree(s);
   memory_->segments[s] = {tree.first_group_slot, tree.first_slice, tree.slices};
 }
 
-// Notes how many rows of a level the unit's segments have, and wanted_of(that), for whoever looks
-// behind the next barrier. The last warp waits for it; as a rule the first ones add up meanwhile
-// what the thread blocks of an earlier stage found.
-template <typename WantedOf>
+// How many of the groups are opened, whatever their errors.
+inline __device__ uint32_t TreeErrors::OpenedInAnyCase(uint32_t groups) const {
+  const double share =
+      fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
+  return max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
+}
+
+// Notes how many rows of a level the unit's segments have, and taken_of(that) as the number of
+// those that are taken whatever their errors, for whoever looks behind the next barrier. The last
+// warp waits for it; as a rule the first ones add up meanwhile what an earlier stage found.
+template <typename TakenOf>
 __device__ __forceinline__ void TreeErrors::NoteRows(TreePart TreeOffsets::*part,
-                                                     WantedOf wanted_of) const {
+                                                     TakenOf taken_of) const {
   if (threadIdx.x / 32 != kCutWarps - 1) return;
   uint32_t rows = 0;
 #pragma unroll 1
@@ -341,13 +351,15 @@ __device__ __forceinline__ void TreeErrors::NoteRows(TreePart TreeOffsets::*part
   rows = SumOverWarp(rows);
   if (threadIdx.x % 32 != 0) return;
   memory_->level_rows = rows;
-  memory_->wanted = wanted_of(rows);
+  memory_->taken_anyway = taken_of(rows);
 }
-// How many of the groups are opened, whatever their errors.
-inline __device__ uint32_t TreeErrors::OpenedInAnyCase(uint32_t groups) const {
-  const double share =
-      fmin(1.0, fmax(attention::kOpenedShare, attention::kOpenedPerFloor * row_.floor));
-  return max(min(attention::kOpenedLeast, groups), ShareOf(share, groups));
+__device__ __forceinline__ void TreeErrors::NoteGroups() const {
+  NoteRows(&TreeOffsets::groups, [this](uint32_t groups) { return OpenedInAnyCase(groups); });
+}
+// leaves: those that may be chosen.
+__device__ __forceinline__ void TreeErrors::NoteLeaves(const TreeLevel& leaves) const {
+  NoteRows(&TreeOffsets::leaves,
+           [&](uint32_t all) { return min(ShareOf(row_.floor, all), leaves.count); });
 }
 
 // The leaves of an opened group; info: of the group.

@@ -50,7 +50,7 @@ class HeadSelector : public TreeErrors {
   template <typename WeightOf, typename FateOf>
   __device__ void MarkTaken(const TreeLevel& level, CutFinder<WeightOf>* cut, FateOf fate_of);
   template <typename FateOf>
-  __device__ void MarkFloor(const TreeLevel& level, uint32_t wanted, FateOf fate_of);
+  __device__ void MarkFloor(const TreeLevel& level, FateOf fate_of);
   template <bool kBesideClosed, typename FateOf>
   __device__ void MarkHead(const TreeLevel& level, uint32_t lane, double limit, FateOf fate_of);
   __device__ float HeadError(const TreeLevel& level, uint32_t row, uint32_t lane,
@@ -109,16 +109,17 @@ __device__ void HeadSelector::MarkTaken(const TreeLevel& level, CutFinder<Weight
   }
 }
 
-// Marks the `wanted` rows that might hide the one token that a query looks for.
+// Marks as many rows as are taken anyway, which might hide the one token that a query looks for.
 template <typename FateOf>
-__device__ void HeadSelector::MarkFloor(const TreeLevel& level, uint32_t wanted, FateOf fate_of) {
+__device__ void HeadSelector::MarkFloor(const TreeLevel& level, FateOf fate_of) {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const AskedRow row = Ask(level, level.begin + i);
     const float tokens = row.info.tokens, share = ScoreOf(level, level.begin + i, row).x;
     level.best_keys[i] = tokens > 0 ? KeyOf(__fdividef(share, tokens)) : 0;
   }
-  CutFinder cut({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
+  CutFinder cut({level.best_keys, level.own}, CutLimit::kTaken, memory_->taken_anyway, OneEach(),
+                &memory_->cut);
   MarkTaken(level, &cut, fate_of);
 }
 
@@ -249,13 +250,13 @@ __device__ bool HeadSelector::Judge() {
 __device__ void HeadSelector::Open() {
   const auto fate_of = [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); };
   NoteSegments();
-  NoteRows(&TreeOffsets::groups, [this](uint32_t groups) { return OpenedInAnyCase(groups); });
+  NoteGroups();
   CombineStates();
   MeasureOutputs();
   SetScales();
   const TreeLevel level = Groups();
   MarkAll(level, kFateEstimated, fate_of);
-  MarkFloor(level, memory_->wanted, fate_of);
+  MarkFloor(level, fate_of);
   const double limit =
       attention::kQuantileClosedShare * attention::kClosedErrorShare * row_.head_tolerance;
 #pragma unroll 1
@@ -274,8 +275,7 @@ __device__ void HeadSelector::Try() {
   const TreePhase phase = heads_->tries.phase;
   const uint32_t tries = heads_->tries.tries;
   const TreeLevel level = Leaves();
-  NoteRows(&TreeOffsets::leaves,
-           [&](uint32_t leaves) { return min(ShareOf(row_.floor, leaves), level.count); });
+  NoteLeaves(level);
   CombinePartials();
   if (phase == TreePhase::kAnew && tries == 0) {
     MeasureOutputs();
@@ -287,7 +287,7 @@ __device__ void HeadSelector::Try() {
   if (tries == 0) {
     if (CutBlocks::rank() == 0) StoreLaneScales();
     MarkAll(level, kFateEstimated, fate_of);
-    MarkFloor(level, memory_->wanted, fate_of);
+    MarkFloor(level, fate_of);
     if (threadIdx.x < step_.group) {
       heads_->wanted[threadIdx.x] = heads_->tries.limits[threadIdx.x];
     }

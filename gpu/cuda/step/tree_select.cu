@@ -23,7 +23,7 @@ class TreeSelector : public TreeErrors {
 
   __device__ void Rank(const TreeLevel& level);
   template <bool kBesideClosed, typename FateOf, typename ListedOf>
-  __device__ void Mark(const TreeLevel& level, uint32_t wanted, double tolerance, FateOf fate_of,
+  __device__ void Mark(const TreeLevel& level, double tolerance, FateOf fate_of,
                        ListedOf listed_of);
   __device__ void CombineLanes();
   // The last threads have the first groups: the first ones rank leaves.
@@ -50,17 +50,18 @@ __device__ void TreeSelector::Rank(const TreeLevel& level) {
   }
 }
 
-// Marks the `wanted` rows that might hide the one token that a query looks for; and those that must
-// be read for the others' squared errors to stay within the tolerance's square, less what closed
-// groups have of it (NoteClosedErrors). The others are estimated. Rows have been ranked. Notes
-// listed_of(row, info) of marked rows.
+// Marks as many rows as are taken anyway, which might hide the one token that a query looks for;
+// and those that must be read for the others' squared errors to stay within the tolerance's square,
+// less what closed groups have of it (NoteClosedErrors). The others are estimated. Rows have been
+// ranked. Notes listed_of(row, info) of marked rows.
 template <bool kBesideClosed, typename FateOf, typename ListedOf>
-__device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, double tolerance,
-                                   FateOf fate_of, ListedOf listed_of) {
+__device__ void TreeSelector::Mark(const TreeLevel& level, double tolerance, FateOf fate_of,
+                                   ListedOf listed_of) {
   const bool spends = kBesideClosed && limited();
   const float per_budget = PerBudget(tolerance);
   const WeightBy error_of{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
-  CutFinder best({level.best_keys, level.own}, CutLimit::kTaken, wanted, OneEach(), &memory_->cut);
+  CutFinder best({level.best_keys, level.own}, CutLimit::kTaken, memory_->taken_anyway, OneEach(),
+                 &memory_->cut);
   CutFinder errors({level.error_keys, limited() ? level.own : 0}, CutLimit::kLeft, kCutOne,
                    error_of, &memory_->cut);
 #pragma unroll 1
@@ -110,7 +111,7 @@ __device__ void TreeSelector::Mark(const TreeLevel& level, uint32_t wanted, doub
 
 __device__ void TreeSelector::Open() {
   NoteSegments();
-  NoteRows(&TreeOffsets::groups, [this](uint32_t groups) { return OpenedInAnyCase(groups); });
+  NoteGroups();
   CombineStates();
   if (limited()) {
     MeasureOutputs();
@@ -124,7 +125,7 @@ __device__ void TreeSelector::Open() {
   const TreeLevel level = Groups();
   Rank(level);
   Mark</*kBesideClosed=*/false>(
-      level, memory_->wanted, attention::kClosedErrorShare * row_.tolerance,
+      level, attention::kClosedErrorShare * row_.tolerance,
       [this](uint32_t slot) -> uint8_t& { return GroupFate(slot); },
       [this](uint32_t slot, const TreeRowInfo& info) { return LeavesOf(slot, info); });
   NumberItems(level);
@@ -184,16 +185,14 @@ __device__ void TreeSelector::Choose() {
   AskedGroup first_group;
   if (limited()) first_group = AskForGroup(groups, OwnGroup());
   const TreeLevel level = Leaves();
-  NoteRows(&TreeOffsets::leaves,
-           [&](uint32_t leaves) { return min(ShareOf(row_.floor, leaves), level.count); });
+  NoteLeaves(level);
   CombineLanes();
   exchange_.Begin();
   if (CutBlocks::rank() == 0) StoreLaneScales();
   Rank(level);
   if (limited()) NoteClosedErrors(groups, first_group);
   Mark</*kBesideClosed=*/true>(
-      level, memory_->wanted, row_.tolerance,
-      [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
+      level, row_.tolerance, [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
   ListTokens(level, [&](uint32_t tokens) { return ResultOf(level, tokens); });
 }

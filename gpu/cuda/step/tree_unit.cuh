@@ -80,8 +80,8 @@ struct TreeSelectMemory {
   // Squared lengths of an output's channels (low half) and of the zones' mean.
   CutWeight norms[kTreeLanesMax * kOutputChunksMax];
   CutWeight closed_errors[kCutWarps];
-  uint32_t level_rows;  // of all the unit's segments, chosen from or not
-  uint32_t wanted;      // rows of the level that are taken whatever their errors
+  uint32_t level_rows;    // of all the unit's segments, chosen from or not
+  uint32_t taken_anyway;  // how many rows of the level are taken whatever their errors
   SegmentSlots segments[kKnownSegments];
 };
 

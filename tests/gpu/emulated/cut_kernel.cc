@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/gpu/emulated/cut_kernel.h"
 
+#include <cstdlib>
+
 #include "gpu/cuda/step/cluster_launch.h"
 #include "gpu/cuda/step/tree_cut.cuh"
 
@@ -66,9 +68,10 @@ std::vector<uint8_t> TakenOf(const Ranking& ranking, uint32_t blocks) {
                             ranking.takes ? CutLimit::kTaken : CutLimit::kLeft,
                             ranking.weight,
                             static_cast<uint8_t*>(taken)};
-  ClusterLaunch::Allow(CutKernel, sizeof(CutMemory));
+  cudaError_t error = ClusterLaunch::Allow(CutKernel, sizeof(CutMemory));
   const ClusterLaunch launch(1, blocks, kCutThreads, sizeof(CutMemory), /*overlap=*/false, stream);
-  cudaLaunchKernelEx(&launch.config(), CutKernel, of);
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch.config(), CutKernel, of);
+  if (error != cudaSuccess) std::abort();
   std::vector<uint8_t> result(count);
   cudaMemcpyAsync(result.data(), taken, count, cudaMemcpyDeviceToHost, stream);
   cudaStreamDestroy(stream);
