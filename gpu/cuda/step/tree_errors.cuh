@@ -88,7 +88,7 @@ class TreeErrors : public TreeUnit {
   __device__ __forceinline__ void NoteLeaves(const TreeLevel& leaves) const;
   __device__ __forceinline__ ListedRow LeavesOf(uint32_t slot, const TreeRowInfo& info) const;
   __device__ void NumberItems(const TreeLevel& level);
-  __device__ __forceinline__ UnitResult ResultOf(const TreeLevel& leaves, uint32_t chosen) const;
+  static __device__ __forceinline__ uint32_t KeyOfToken(float score, float tokens);
   __device__ __forceinline__ TreeLane* stored_lanes() const {
     return reinterpret_cast<TreeLane*>(words_);
   }
@@ -267,6 +267,11 @@ __device__ __forceinline__ void TreeErrors::SetScale(uint32_t lane) {
   scale.mass_share2 = share * share;
 }
 
+// A row's key by its score for each token, which is what reading it costs; 0 of a row that is none.
+__device__ __forceinline__ uint32_t TreeErrors::KeyOfToken(float score, float tokens) {
+  return tokens > 0 ? KeyOf(__fdividef(score, tokens)) : 0;
+}
+
 // The squared error of leaving a row to its estimate.
 __device__ __forceinline__ float TreeErrors::ErrorOf(const TreeLaneScale& scale, float log_mass,
                                                      float d2, const TreeRowInfo& info) {
@@ -381,16 +386,6 @@ inline __device__ void TreeErrors::NumberItems(const TreeLevel& level) {
       if (slot < level.own) first_items()[tree.first_slice + i] = level.error_keys[slot];
     }
   }
-}
-
-// A choice that drops nothing. chosen: tokens.
-__device__ __forceinline__ UnitResult TreeErrors::ResultOf(const TreeLevel& leaves,
-                                                           uint32_t chosen) const {
-  UnitResult result = {};
-  result.clusters = leaves.count;
-  result.chosen_tokens = chosen;
-  result.estimated_tokens = row_.clustered_tokens - chosen;
-  return result;
 }
 
 }  // namespace attnd::gpu

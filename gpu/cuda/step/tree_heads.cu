@@ -115,8 +115,8 @@ __device__ void HeadSelector::MarkFloor(const TreeLevel& level, FateOf fate_of) 
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const AskedRow row = Ask(level, level.begin + i);
-    const float tokens = row.info.tokens, share = ScoreOf(level, level.begin + i, row).x;
-    level.best_keys[i] = tokens > 0 ? KeyOf(__fdividef(share, tokens)) : 0;
+    const float share = ScoreOf(level, level.begin + i, row).x;
+    level.best_keys[i] = KeyOfToken(share, row.info.tokens);
   }
   CutFinder cut({level.best_keys, level.own}, CutLimit::kTaken, memory_->taken_anyway, OneEach(),
                 &memory_->cut);
@@ -141,7 +141,7 @@ __device__ void HeadSelector::MarkHead(const TreeLevel& level, uint32_t lane, do
     const bool there = info.tokens > 0;
     const float error2 = there ? HeadError(level, level.begin + i, lane, info) : 0.0f;
     level.errors[i] = error2;
-    level.error_keys[i] = there ? KeyOf(__fdividef(error2, info.tokens)) : 0;
+    level.error_keys[i] = KeyOfToken(error2, info.tokens);
   }
   const CutWeight spent = kBesideClosed ? ClosedErrors(lane, per_budget) : 0;
   const WeightBy error_of{[&](uint32_t i) { return FixedShare(level.errors[i] * per_budget); }};
@@ -324,7 +324,7 @@ __device__ void HeadSelector::ListChosen() {
   NoteMarked(
       level, [this](uint32_t item) { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
-  ListTokens(level, [&](uint32_t tokens) { return ResultOf(level, tokens); });
+  ListTokens(level);
   if (CutBlocks::rank() != 0) return;
   // Where all is read that has been estimated by now: there is nothing left to do.
   const bool reads_all = heads_->tries.phase == TreePhase::kReadAll;

@@ -70,14 +70,7 @@ __device__ void MassSelector::Mark(const TreeLevel& level, CutWeight exact_limit
   }
   CutWeight before;
   const CutWeight estimated = exchange_.Sum(SumOfBlock(estimated_tokens), &before);
-  ListTokens(level, [&](uint32_t tokens) {
-    UnitResult result = {};
-    result.clusters = level.count;
-    result.chosen_tokens = tokens;
-    result.estimated_tokens = static_cast<uint32_t>(estimated);
-    result.dropped_tokens = row_.clustered_tokens - tokens - result.estimated_tokens;
-    return result;
-  });
+  ListTokens(level, static_cast<uint32_t>(estimated));
 }
 
 __device__ void MassSelector::MarkByCount(const TreeLevel& level) {

@@ -35,18 +35,17 @@ class TreeSelector : public TreeErrors {
 
 // ---- rankings ----
 
-// Keys by the optimistic mass and by the error, of each token: what it costs to read the row.
+// Keys by the optimistic mass and by the error.
 __device__ void TreeSelector::Rank(const TreeLevel& level) {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < level.own; i += kCutThreads) {
     const AskedRow row = Ask(level, level.begin + i);
     const float2 score = ScoreOf(level, level.begin + i, row);
     const float tokens = row.info.tokens;
-    const bool there = tokens > 0;
-    level.best_keys[i] = there ? KeyOf(__fdividef(score.x, tokens)) : 0;
+    level.best_keys[i] = KeyOfToken(score.x, tokens);
     if (!limited()) continue;
-    level.errors[i] = there ? score.y : 0;
-    level.error_keys[i] = there ? KeyOf(__fdividef(score.y, tokens)) : 0;
+    level.errors[i] = tokens > 0 ? score.y : 0;
+    level.error_keys[i] = KeyOfToken(score.y, tokens);
   }
 }
 
@@ -157,7 +156,7 @@ __device__ __forceinline__ void TreeSelector::NoteClosedErrors(const TreeLevel& 
     if (i >= groups.own) break;
     group = AskForGroup(groups, i);
   }
-  for (int offset = 16; offset > 0; offset /= 2) own += __shfl_xor_sync(~0u, own, offset);
+  own = SumOverWarp(own);
   if (threadIdx.x % 32 == 0) memory_->closed_errors[threadIdx.x / 32] = own;
 }
 // What has been noted, behind a barrier.
@@ -194,7 +193,7 @@ __device__ void TreeSelector::Choose() {
   Mark</*kBesideClosed=*/true>(
       level, row_.tolerance, [this](uint32_t item) -> uint8_t& { return LeafFate(item); },
       [this](uint32_t item, const TreeRowInfo& info) { return TokensOf(item, info); });
-  ListTokens(level, [&](uint32_t tokens) { return ResultOf(level, tokens); });
+  ListTokens(level);
 }
 
 // ---- kernels ----

@@ -90,6 +90,9 @@ __device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i
   return {info.x, info.y, info.z, __float_as_uint(info.w)};
 }
 
+// Of a choice's estimated tokens: all that are not chosen.
+inline constexpr uint32_t kAllOthers = ~0u;
+
 class TreeUnit {
  public:
   __device__ TreeUnit(const StepHeader& step, const UnitPlace& unit, TreeSelectMemory* memory)
@@ -124,8 +127,7 @@ class TreeUnit {
   }
   template <typename Counted>
   __device__ void List(const TreeLevel& level, uint32_t* list, Counted counted);
-  template <typename ResultOf>
-  __device__ void ListTokens(const TreeLevel& level, ResultOf result_of);
+  __device__ void ListTokens(const TreeLevel& leaves, uint32_t estimated = kAllOthers);
   template <typename Number>
   __device__ __forceinline__ Number SumOfBlock(Number own) const {
     return gpu::SumOfBlock(own, &memory_->cut);
@@ -242,11 +244,18 @@ __device__ void TreeUnit::List(const TreeLevel& level, uint32_t* list, Counted c
   }
 }
 
-// Lists the tokens of the leaves that have been noted, and reports result_of(how many they are).
-template <typename ResultOf>
-__device__ void TreeUnit::ListTokens(const TreeLevel& level, ResultOf result_of) {
-  List(level, UnitChosen(step_, unit_), [&](uint32_t tokens) {
-    if (CutBlocks::rank() == 0) ReportChoice(step_, unit_, result_of(tokens));
+// Lists the tokens of the leaves that have been noted, and reports the choice. estimated: how many
+// other tokens are estimated; the rest is dropped.
+inline __device__ void TreeUnit::ListTokens(const TreeLevel& leaves, uint32_t estimated) {
+  List(leaves, UnitChosen(step_, unit_), [&](uint32_t chosen) {
+    if (CutBlocks::rank() != 0) return;
+    const uint32_t others = row_.clustered_tokens - chosen;
+    UnitResult result = {};
+    result.clusters = leaves.count;
+    result.chosen_tokens = chosen;
+    result.estimated_tokens = min(estimated, others);
+    result.dropped_tokens = others - result.estimated_tokens;
+    ReportChoice(step_, unit_, result);
   });
 }
 
