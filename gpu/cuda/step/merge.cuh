@@ -107,9 +107,10 @@ class LaneMerger {
     const uint32_t warp = threadIdx.x / 32, thread = threadIdx.x % 32;
     Asked asked;
     AskForValues(warp, &asked);
+    const float first_max = MaxOf(threadIdx.x);  // on its way while corrections are added
     float4 fours[kValueKinds][kVectors] = {};
     AddCorrections(fours[kOfSlopes]);
-    const float max = Max();
+    const float max = Max(first_max);
     float own[kLaneSums] = {};
     for (uint32_t first = 0; first < end_; first += kMergeBatch) {
       const uint32_t last = min(first + kMergeBatch, end_);
@@ -184,12 +185,16 @@ class LaneMerger {
         first, end_, [this](uint32_t i) { return State(i) + kStateHead; }, to);
   }
 
-  // The greatest maximum of the states that hold anything.
-  __device__ __forceinline__ float Max() const {
-    float max = -INFINITY;
-    for (uint32_t i = threadIdx.x; i < end_; i += kMergeThreads) {
-      const float2 head = *reinterpret_cast<const float2*>(State(i));
-      if (head.y > 0) max = fmaxf(max, head.x);
+  // Of state i, if it holds anything.
+  __device__ __forceinline__ float MaxOf(uint32_t i) const {
+    if (i >= end_) return -INFINITY;
+    const float2 head = *reinterpret_cast<const float2*>(State(i));
+    return head.y > 0 ? head.x : -INFINITY;
+  }
+  // The greatest maximum of the states that hold anything. max: that of the thread's first state.
+  __device__ __forceinline__ float Max(float max) const {
+    for (uint32_t i = threadIdx.x + kMergeThreads; i < end_; i += kMergeThreads) {
+      max = fmaxf(max, MaxOf(i));
     }
     for (int offset = 16; offset > 0; offset /= 2) {
       max = fmaxf(max, __shfl_xor_sync(~0u, max, offset));

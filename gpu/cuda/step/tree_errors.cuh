@@ -177,8 +177,7 @@ inline __device__ float2 TreeErrors::OutputSums(uint32_t lane, uint32_t chunk,
   sums.y = SumOfShare(share, row_.tree_slices, [&](uint32_t s, bool there) {
     const float* state = StateOfGroups(tile, s) + lane % kLanes * (kStateHead + 2 * dim);
     const float of_max = state[kTreeMax];
-    const float value = state[kStateHead + channel] + state[kStateHead + dim + channel];
-    return Weight(there ? of_max : -INFINITY, max) * value;
+    return Weight(there ? of_max : -INFINITY, max) * state[kStateHead + channel];
   });
   return sums;
 }

@@ -293,7 +293,8 @@ class GroupsWorker {
         [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
         [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
           float* to = state + lane * Sums::kLaneFloats + kStateHead + channel;
-          *reinterpret_cast<float2*>(to) = value;
+          *reinterpret_cast<float2*>(to) =
+              make_float2(value.x + correction.x, value.y + correction.y);
           *reinterpret_cast<float2*>(to + kValueDim) = correction;
         });
     if (threadIdx.x >= lanes_) return;

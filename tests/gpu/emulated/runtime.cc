@@ -156,11 +156,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
                  .multiProcessorCount = 2};
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 1;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const bool shared = attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor;
+  *value = shared ? static_cast<int>(kSharedBytesMax) : 1;
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
 
 // ---- memory ----
 
