@@ -22,7 +22,8 @@ using CutBlocks = ThreadBlock;
 #else
 using CutBlocks = ThreadBlockCluster;
 #endif
-// So many that those of 32 units are on an H100 at once, two on a multiprocessor.
+// Those of fifteen units are on an H100 at once, each alone on its multiprocessor. More gain
+// nothing.
 inline constexpr uint32_t kCutBlocksMax = 7;
 // A thread block that is alone in its cluster may not write to itself as to another.
 inline constexpr uint32_t kCutBlocksMin = 2;

@@ -79,7 +79,9 @@ template <void (*kKernel)(StepHeader), uint32_t kSharedBytes = sizeof(TreeSelect
 cudaError_t LaunchTreeUnits(const StepHeader& step, cudaStream_t stream) {
   static const UnitPlacing kPlacing = PlacingOf(kKernel, kSharedBytes);
   const UnitBlocks unit = BlocksOfUnit(kPlacing, step.units);
-  const cudaError_t error = AllowShared(kKernel, unit.shared_bytes);
+  // Always the most: another thread may launch the kernel with it now.
+  const cudaError_t error =
+      AllowShared(kKernel, std::max(kSharedBytes, kPlacing.alone.shared_bytes));
   if (error != cudaSuccess) return error;
   const ClusterLaunch launch(step.units, unit.blocks, kCutThreads, unit.shared_bytes, false,
                              stream);

@@ -251,11 +251,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                                std::apply(call, own);
                                              });
 }
-// So few that steps of several units have clusters of several sizes.
+// So few that steps of several units have clusters of several sizes; half as many of thread blocks
+// with more than half of the shared memory.
 template <typename... Parameters>
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, void (*)(Parameters...),
                                            const cudaLaunchConfig_t* config) {
-  *count = static_cast<int>(12 / config->gridDim.x);
+  const bool alone = config->dynamicSmemBytes >= attnd::gpu::emulated::kSharedBytesMax / 2;
+  *count = static_cast<int>((alone ? 6 : 12) / config->gridDim.x);
   return cudaSuccess;
 }
 
