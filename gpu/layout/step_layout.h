@@ -453,9 +453,9 @@ struct StepHeader {
   uint32_t* tree_words;
   std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: left by the first stage over an item
   float* tree_queries;     // [tree_items][TreeQueryWords]
-  float* tree_states;  // [tree_items][kLanes][kStateHead + 2 value_dim]: sums, corrections in them
-  float* tree_partials;  // [tree_items][kLanes][kStateHead]: sums over the item's leaves and
-                         // closed groups
+  float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]: values with the slopes'
+                         // correction; then, of estimates, that correction
+  float* tree_partials;  // [tree_items][kLanes][kStateHead]: over leaves and closed groups
   uint64_t* missing;  // [missing_max] numbers of pages in files that are neither in the cache nor
                       // carried, in any order, some more than once; a row with such a page has no
                       // answer

@@ -306,10 +306,9 @@ class EstimateWorker {
         [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
           const uint32_t at = kStateHead + channel;
           float* state = own + lane * Sums::kLaneFloats + at;
-          const float2 sum = make_float2(value.x + correction.x, value.y + correction.y);
-          *reinterpret_cast<float2*>(state) = sum;
+          *reinterpret_cast<float2*>(state) = value;
           *reinterpret_cast<float2*>(state + kValueDim) = correction;
-          *reinterpret_cast<float2*>(to + lane * kTo + at) = sum;
+          *reinterpret_cast<float2*>(to + lane * kTo + at) = value;
         });
     if (threadIdx.x >= lanes_) return;
     const uint32_t lane = threadIdx.x;

@@ -291,11 +291,9 @@ class GroupsWorker {
     sums_.Finish(
         item_, lanes_, memory_->q.rotated, *SlopesPlace(), &memory_->exchange,
         [&](uint32_t lane) { return SumOfLane(pairs_, memory_->heads, lane, kTreeSum); },
-        [&](uint32_t lane, uint32_t channel, float2 value, float2 correction) {
+        [&](uint32_t lane, uint32_t channel, float2 value, float2 /*correction*/) {
           float* to = state + lane * Sums::kLaneFloats + kStateHead + channel;
-          *reinterpret_cast<float2*>(to) =
-              make_float2(value.x + correction.x, value.y + correction.y);
-          *reinterpret_cast<float2*>(to + kValueDim) = correction;
+          *reinterpret_cast<float2*>(to) = value;
         });
     if (threadIdx.x >= lanes_) return;
     float head[kStateHead] = {};

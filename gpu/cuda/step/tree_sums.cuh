@@ -192,8 +192,8 @@ class TreeSums {
   }
 
   // The whole thread block's sums: put(lane, channel, value, correction), of two neighbouring
-  // channels at a time: the values with their base, and the slopes' correction of them.
-  // slopes_at: where AskForSlopes asked for them. sum_of(lane): the sum of weights, behind a
+  // channels at a time: the values with their base and the slopes' correction, and the latter
+  // alone. slopes_at: where AskForSlopes asked for them. sum_of(lane): the sum of weights, behind a
   // barrier.
   template <typename SumOf, typename Put>
   __device__ __forceinline__ void Finish(const TreeItem& item, uint32_t lanes,
@@ -243,8 +243,11 @@ class TreeSums {
         if (lane >= lanes) continue;
         const float sum = sum_of(lane);
         const float2 value = *reinterpret_cast<const float2*>(&exchange->values[lane][channel]);
-        put(lane, channel, make_float2(value.x + sum * of_base.x, value.y + sum * of_base.y),
-            make_float2(corrections[c], corrections[c + 2]));
+        const float2 correction = make_float2(corrections[c], corrections[c + 2]);
+        put(lane, channel,
+            make_float2(value.x + sum * of_base.x + correction.x,
+                        value.y + sum * of_base.y + correction.y),
+            correction);
       }
     }
   }

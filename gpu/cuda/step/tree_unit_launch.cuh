@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // LaunchTreeUnits: how kernels that choose among a tree unit's rows are launched: a thread block
-// cluster for each unit of the step. Two of its thread blocks on one multiprocessor are slower than
-// fewer with one each, and the device puts them there even while others are idle: so they have more
-// shared memory than they need (docs/research/GPU_STEP.md, "One thread block a multiprocessor").
+// cluster for each unit of the step. Two thread blocks on one multiprocessor are slower than one on
+// each of two, and the device puts them there even while others are idle: so they have more shared
+// memory than they need (docs/research/GPU_STEP.md, "One thread block a multiprocessor").
 #ifndef ATTND_GPU_CUDA_STEP_TREE_UNIT_LAUNCH_CUH_
 #define ATTND_GPU_CUDA_STEP_TREE_UNIT_LAUNCH_CUH_
 
@@ -43,8 +43,8 @@ inline uint32_t SharedBytesAlone(uint32_t needed) {
 }
 inline UnitsAtOnce CountUnits(void (*kernel)(StepHeader), uint32_t shared_bytes) {
   UnitsAtOnce at_once;
-  at_once.shared_bytes = shared_bytes;
   if (AllowShared(kernel, shared_bytes) != cudaSuccess) return at_once;
+  at_once.shared_bytes = shared_bytes;
   for (uint32_t blocks = kCutBlocksMin; blocks <= kCutBlocksMax; ++blocks) {
     at_once.units[blocks] = ClusterLaunch::AtOnce(kernel, blocks, kCutThreads, shared_bytes);
   }
