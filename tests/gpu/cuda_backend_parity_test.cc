@@ -42,6 +42,7 @@ const ParityCase kCases[] = {
     {12, 1, 192, 128, {700}, 130, kTreeIndexes},
     {16, 2, 128, 128, {1024, 700}, 77, kTreeIndexes},
     {2, 2, 256, 256, {600, 40}, 64, kTreeIndexes},
+    {6, 2, 64, 64, {2300, 1700}, 70, kTreeIndexes, /*sections=*/true},
 };
 
 const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};

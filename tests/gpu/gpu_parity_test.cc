@@ -81,6 +81,7 @@ const ParityCase kTreeCases[] = {
     {8, 2, 128, 128, {8192, 8192, 1024, 1024}, 1300, kTreeIndexes},
     {32, 1, 128, 128, {3000}, 66, kTreeIndexes},
     {4, 1, 192, 128, {2200, 17}, 100, kTreeIndexes},
+    {8, 2, 128, 128, {8192, 4096, 1024}, 70, kTreeIndexes, /*sections=*/true},
 };
 
 // Who answers units of clusters.

@@ -90,7 +90,8 @@ bool ReadsAllClusters(const Policy& policy) {
 
 void PrintTo(const ParityCase& c, std::ostream* out) {
   *out << c.query_heads << "/" << c.kv_heads << " heads, " << c.head_dim << "/" << c.value_dim
-       << ", " << c.segments.size() << " segments, " << c.indexes.ToString();
+       << ", " << c.segments.size() << " segments, " << c.indexes.ToString()
+       << (c.sections ? " with sections" : "");
 }
 
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
@@ -100,6 +101,7 @@ attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype) {
   spec.segment_tokens = c.segments;
   spec.tail_tokens = c.tail;
   spec.indexes = c.indexes;
+  if (c.sections) spec.sections_above = 0;
   spec.seed = attention::test::TestSeed() + c.head_dim + c.query_heads;
   return spec;
 }

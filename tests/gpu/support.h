@@ -53,6 +53,9 @@ struct ParityCase {
   std::vector<uint32_t> segments;
   uint64_t tail;
   attention::IndexSet indexes = attention::kClusterIndexes;
+  // As the CPU builds long segments' trees. A GPU looks at the groups below, and the CPU opens all
+  // of so few sections: both choose from the same.
+  bool sections = false;
 };
 void PrintTo(const ParityCase& c, std::ostream* out);
 attention::test::SequenceSpec SpecOf(const ParityCase& c, DType dtype);

@@ -72,6 +72,11 @@ const Case kCases[] = {
     {"ClustersByStages", {6, 2, 64, 64, {500, 200}, 70}, DType::kBf16, false, 3},
     {"ClustersInTwoTiles", {12, 1, 192, 128, {400}, 20}, DType::kFp16, true, 1},
     {"Tree", {2, 1, 64, 64, {1100, 555}, 30, kTreeIndexes}, DType::kBf16, false, 1},
+    {"TreeWithSections",
+     {2, 1, 64, 64, {900, 555}, 20, kTreeIndexes, true},
+     DType::kBf16,
+     false,
+     1},
     {"TreeInTwoTiles", {12, 1, 192, 128, {300}, 20, kTreeIndexes}, DType::kFp16, false, 1},
 };
 
