@@ -68,7 +68,7 @@ void RunStep(const StepHeader& step, uint32_t dim, bool clusters, bool measure, 
     for (int i = 1; i <= 9; ++i) mark(i);
     return;
   }
-  CHECK_CUDA(kernels.prepare(step, stream));
+  CHECK_CUDA(kernels.prepare(step, /*beside_gate=*/false, stream));
   mark(1);
   if (clusters && side != nullptr) {
     CHECK_CUDA(cudaEventRecord(fork, stream));
@@ -289,7 +289,7 @@ class WholeStep {
           cudaMemcpyAsync(device_input_, input_, kInputBytes, cudaMemcpyHostToDevice, stream));
     }
     if (CoopUnits(step_) == step_.units) {
-      CHECK_CUDA(KernelsFor(dim_).prepare(step_, stream));
+      CHECK_CUDA(KernelsFor(dim_).prepare(step_, /*beside_gate=*/false, stream));
       LaunchGroups(step_, KernelsFor(dim_), /*overlap=*/true, stream);
     } else {
       RunStep(step_, dim_, policy_.kind == UnitKind::kClusters, Measures(policy_), sms_, stream,

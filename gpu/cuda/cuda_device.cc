@@ -48,7 +48,8 @@ constexpr size_t kSharedBytesMin = size_t{216} << 10;
 std::string WhyNot(int device, const cudaDeviceProp& properties) {
   if (properties.major * 10 + properties.minor < kCapabilityMin) return "too old";
   if (properties.sharedMemPerBlockOptin < kSharedBytesMin) return "too little shared memory";
-  if (cudaSetDevice(device) != cudaSuccess) return "cannot be used";
+  const absl::Status used = UseDevice(device);
+  if (!used.ok()) return std::string(used.message());
   if (ProbeKernels() == cudaSuccess) return "";
   static_cast<void>(cudaGetLastError());
   return "this build has no kernels for it";

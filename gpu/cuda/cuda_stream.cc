@@ -127,7 +127,7 @@ absl::StatusOr<StageSeconds> CudaStream::stage_seconds() {
 
 absl::Status CudaStream::Enqueue(const StepRun& run) {
   ATTND_RETURN_IF_ERROR(CopyToDevice(run.device_input, run.input, run.input_bytes));
-  return EnqueueBehindInput(run);
+  return EnqueueBehindInput(run, /*behind_gate=*/false);
 }
 
 // What is told of a client's tokens holds up nothing: the step's last kernel may have ended before.
@@ -136,36 +136,40 @@ absl::Status CudaStream::EnqueueBehindGate(const StepRun& run, StepGate* gate) {
                                   .device = run.device_input,
                                   .bytes = run.input_bytes,
                                   .answer = run.header.answer};
-  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, input, main_), "a gate"));
+  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, input, run.header, main_), "a gate"));
   ATTND_RETURN_IF_ERROR(gate_opened_.Record(main_));
   ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(taken_));
   ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, taken_), "tokens taken"));
   ATTND_RETURN_IF_ERROR(taken_told_.Record(taken_));
-  ATTND_RETURN_IF_ERROR(EnqueueBehindInput(run));
+  ATTND_RETURN_IF_ERROR(EnqueueBehindInput(run, /*behind_gate=*/true));
   return taken_told_.HoldUp(main_);
 }
 
-absl::Status CudaStream::EnqueueBehindInput(const StepRun& run) {
+absl::Status CudaStream::EnqueueBehindInput(const StepRun& run, bool behind_gate) {
   const StepKernels* kernels = StepKernelsFor(run.shape);
   if (kernels == nullptr) return absl::InternalError("a step of a shape without kernels");
-  ATTND_RETURN_IF_ERROR(Launch(*kernels, run.header, run.measure));
+  ATTND_RETURN_IF_ERROR(Launch(*kernels, run, behind_gate));
   if (run.result_bytes == 0) return absl::OkStatus();
   return CopyToHost(run.results, run.device_results, run.result_bytes);
 }
 
-absl::Status CudaStream::Launch(const StepKernels& kernels, const StepHeader& header,
-                                bool measure) {
+absl::Status CudaStream::Launch(const StepKernels& kernels, const StepRun& run, bool behind_gate) {
+  const StepHeader& header = run.header;
   ATTND_RETURN_IF_ERROR(EndStage(kStart));
   const uint32_t coop_units = CoopUnits(header);
   if (coop_units == header.units) return LaunchCooperativeAlone(kernels, header);
   const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
-  ATTND_RETURN_IF_ERROR(Score(kernels, header));
+  // Rows over trees, and over nothing that has another first stage.
+  const bool beside_gate = behind_gate && trees && !clusters && coop_units == 0 &&
+                           header.read_items > 0 && !HasTreeRows(header, TreeChoice::kByMass);
+  ATTND_RETURN_IF_ERROR(Overlaps(beside_gate) ? ScoreBesideGate(kernels, header)
+                                              : Score(kernels, header));
   ATTND_RETURN_IF_ERROR(EndStage(kScore));
   if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
   if (clusters && !trees) ATTND_RETURN_IF_ERROR(Join());
   if (trees) ATTND_RETURN_IF_ERROR(SelectOfTrees(header));
   ATTND_RETURN_IF_ERROR(EndStage(kSelect));
-  if (clusters && measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
+  if (clusters && run.measure) ATTND_RETURN_IF_ERROR(Measure(kernels, header));
   if (header.estimates_misses != 0) {
     ATTND_RETURN_IF_ERROR(Launched(LaunchDemote(header, main_), "demote"));
   }
@@ -185,7 +189,10 @@ absl::Status CudaStream::LaunchCooperativeAlone(const StepKernels& kernels,
   ATTND_RETURN_IF_ERROR(EndStage(kScore));
   ATTND_RETURN_IF_ERROR(EndStage(kSelect));
   const bool prepare = header.uploads > 0;
-  if (prepare) ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+  if (prepare) {
+    ATTND_RETURN_IF_ERROR(
+        Launched(kernels.prepare(header, /*beside_gate=*/false, main_), "prepare"));
+  }
   const auto sizes = std::ranges::count_if(header.coop_counts, [](uint32_t n) { return n > 0; });
   if (sizes > 1) ATTND_RETURN_IF_ERROR(Fork());
   ATTND_RETURN_IF_ERROR(
@@ -245,7 +252,7 @@ absl::Status CudaStream::Score(const StepKernels& kernels, const StepHeader& hea
     ATTND_RETURN_IF_ERROR(Fork());
     ATTND_RETURN_IF_ERROR(ScoreTrees(header));
   }
-  ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, main_), "prepare"));
+  ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, /*beside_gate=*/false, main_), "prepare"));
   const bool groups = CoopUnits(header) > 0;
   if (groups) ATTND_RETURN_IF_ERROR(LaunchCooperativeBeside(kernels, header));
   if (clusters) ATTND_RETURN_IF_ERROR(Fork());
@@ -261,6 +268,15 @@ absl::Status CudaStream::Score(const StepKernels& kernels, const StepHeader& hea
   return trees ? Join() : absl::OkStatus();
 }
 
+absl::Status CudaStream::ScoreBesideGate(const StepKernels& kernels, const StepHeader& header) {
+  ATTND_RETURN_IF_ERROR(Launched(kernels.prepare(header, /*beside_gate=*/true, main_), "prepare"));
+  ATTND_RETURN_IF_ERROR(Fork());
+  ATTND_RETURN_IF_ERROR(Launched(LaunchTreeGroups(header, /*beside_gate=*/true, main_), "groups"));
+  ATTND_RETURN_IF_ERROR(
+      Launched(kernels.read(header, multiprocessors_, /*overlap=*/false, side_), "read"));
+  return Join();
+}
+
 bool CudaStream::HasTreeRows(const StepHeader& header, TreeChoice choice) {
   return header.tree_rows[static_cast<uint32_t>(choice)] > 0;
 }
@@ -271,7 +287,8 @@ absl::Status CudaStream::ScoreTrees(const StepHeader& header) {
   }
   const bool groups =
       HasTreeRows(header, TreeChoice::kByError) || HasTreeRows(header, TreeChoice::kByHead);
-  return groups ? Launched(LaunchTreeGroups(header, side_), "groups") : absl::OkStatus();
+  return groups ? Launched(LaunchTreeGroups(header, /*beside_gate=*/false, side_), "groups")
+                : absl::OkStatus();
 }
 
 absl::Status CudaStream::SelectOfTrees(const StepHeader& header) {

@@ -61,9 +61,9 @@ class CudaStream : public Stream {
 
   absl::Status Enqueue(const StepRun& run);
   absl::Status EnqueueBehindGate(const StepRun& run, StepGate* gate);
-  absl::Status EnqueueBehindInput(const StepRun& run);
+  absl::Status EnqueueBehindInput(const StepRun& run, bool behind_gate);
 
-  absl::Status Launch(const StepKernels& kernels, const StepHeader& header, bool measure);
+  absl::Status Launch(const StepKernels& kernels, const StepRun& run, bool behind_gate);
 
   // Whether a kernel overlaps the one before, which it follows directly. Code that was compiled for
   // devices without thread block clusters does not know how to wait for that one.
@@ -89,6 +89,10 @@ class CudaStream : public Stream {
   // Uploads, scores, and the pieces that are read in any case. With clusters alone these pieces
   // are left on side_, to be joined. Groups of trees need nothing of prepare.
   absl::Status Score(const StepKernels& kernels, const StepHeader& header);
+  // The same of rows over trees, behind a gate: what each kernel does without the step's tokens it
+  // does while the gate copies them. Prepare and groups take turns for that, as each begins beside
+  // the one before it in its stream.
+  absl::Status ScoreBesideGate(const StepKernels& kernels, const StepHeader& header);
 
   static bool HasTreeRows(const StepHeader& header, TreeChoice choice);
   absl::Status ScoreTrees(const StepHeader& header);

@@ -136,6 +136,16 @@ __device__ __forceinline__ void WaitForKernelBefore() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+// The same as LetNextKernelStart, by one thread: what it has written, or has met at a barrier, is
+// there for threads of the next kernel behind SeeKernelBefore, though they have not waited. That a
+// start is a message, of which fences make an order, is the GPU's doing, not PTX's promise.
+__device__ __forceinline__ void LetNextKernelSee() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  LetNextKernelStart();
+}
+__device__ __forceinline__ void SeeKernelBefore() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 
 // ---- thread block clusters (compute capability 9.0 and later) ----
 

@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace attnd::gpu {
@@ -39,6 +40,24 @@ template <typename... Parameters>
 cudaError_t AllowShared(void (*kernel)(Parameters...), uint32_t shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(shared_bytes));
+}
+
+// 0: not known.
+inline uint32_t Multiprocessors() {
+  int device = 0, count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return static_cast<uint32_t>(count);
+}
+// So much that no other thread block with it fits beside a thread block; at least `needed`.
+inline uint32_t SharedBytesAlone(uint32_t needed) {
+  int device = 0, all = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) !=
+          cudaSuccess) {
+    return needed;
+  }
+  return std::max(needed, static_cast<uint32_t>(all) / 2);  // with what the device adds, over half
 }
 
 template <typename... Parameters, typename... Args>

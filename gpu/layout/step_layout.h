@@ -81,9 +81,9 @@ inline constexpr uint32_t kTreeLanesMax = 32;      // query heads of a KV head (
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
-// ones. Only the pieces of a tail always have kReadPieceTokens tokens. Of segments' read pieces see
-// ReadPiecesMaxFor.
-inline constexpr uint32_t kReadPieceTokens = 512;
+// ones. Only a tail has as many as it needs; a short one is divided further, for more warps. Of
+// segments' read pieces see ReadPiecesMaxFor.
+inline constexpr uint32_t kReadPieceTokens = 512, kTailPieceTokens = 128, kShortTailTokens = 2048;
 inline constexpr uint32_t kReadItemsWanted = 256;  // of a long row
 inline constexpr uint32_t kReadPiecesLeast = 16, kReadPiecesMost = 64;
 inline constexpr uint32_t kChosenPieceTokens = 128;
@@ -178,10 +178,10 @@ struct RowRef {
   uint32_t causal;      // 1, or 0 for a query-only row
 
   uint32_t slots;  // of all segments
-  uint32_t dense_piece_tokens;
+  uint32_t dense_piece_tokens, tail_piece_tokens;
   uint32_t dense_pieces;     // of a kDense unit's segments; then come the tail pieces
-  uint32_t tail_pieces;      // of kReadPieceTokens, counted from tail token 0; the sink is piece
-                             // read_pieces - 1 of units that are not kDense
+  uint32_t tail_pieces;      // counted from tail token 0, the last ones may be empty; the sink is
+                             // piece read_pieces - 1 of units that are not kDense
   uint32_t read_pieces;      // of a unit's tile
   uint32_t estimate_pieces;  // of a unit's tile; 0 unless kClusters or kTree
   uint32_t estimate_piece_slots;  // a multiple of kSlotChunk

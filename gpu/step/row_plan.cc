@@ -2,6 +2,7 @@
 #include "gpu/step/row_plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 
 #include "attention/segment/pages.h"
@@ -38,7 +39,12 @@ void PlanPieces(const RowDescription& row, RowRef* ref) {
   // By the row's own last token, though a part may end before it: how a row is divided must not
   // depend on what else is in the wave.
   const uint64_t tail_end = row.tail_end();
-  ref->tail_pieces = tail_end > ref->tail_begin ? Narrow(CeilOf(tail_end, kReadPieceTokens)) : 0;
+  const bool is_short = tail_end <= kShortTailTokens;
+  ref->tail_piece_tokens = is_short ? kTailPieceTokens : kReadPieceTokens;
+  const uint64_t pieces = CeilOf(tail_end, ref->tail_piece_tokens);
+  // Seldom another number, as it is a part of a step's graph.
+  const uint64_t room = is_short ? std::bit_ceil(pieces) : pieces;
+  ref->tail_pieces = tail_end > ref->tail_begin ? Narrow(room) : 0;
   ref->dense_piece_tokens = PieceSize(
       kReadPieceTokens, attention::kSegmentTokensMax, ReadPiecesMaxFor(row.shape.kv_heads),
       [&](uint64_t piece_tokens) { return DensePieces(row, piece_tokens); });

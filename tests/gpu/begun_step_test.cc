@@ -361,7 +361,9 @@ TEST(BegunStep, ThereMayBeNothingToBegin) {
 }
 
 TEST(BegunStep, ManyTokensBeginWhenTheHostSaysSo) {
-  const FakeBackend fake = MakePreparingBackend();
+  CudaBackendOptions options = PreparingOptions();
+  options.device_memory_bytes *= 4;  // one wave has room for all rows
+  const FakeBackend fake = MakeFakeBackend(options, /*maps_host_memory=*/true);
   TestSequence sequence = MakeHistory(0);
   Bring(fake, &sequence);
   const ModelShape& shape = sequence.spec.shape;

@@ -324,7 +324,9 @@ class Checker {
     const uint64_t limit = row.tail_limit + (row.query_tokens - 1) * row.causal;
     const bool empty = limit <= row.tail_begin;
     // Of the whole row, of which this may be a part.
-    if (!empty && row.tail_pieces < CeilOf(limit, kReadPieceTokens)) Fail("too few tail pieces");
+    const uint32_t piece = row.tail_piece_tokens;
+    if (piece != kTailPieceTokens && piece != kReadPieceTokens) Fail("pieces of no size");
+    if (!empty && row.tail_pieces < CeilOf(limit, piece)) Fail("too few tail pieces");
     const uint64_t blocks = empty ? 0 : CeilOf(limit, kTailBlock);
     Held("blocks", h_.tail_blocks + row.tail_blocks_begin, blocks * sizeof(const std::byte*));
     for (uint64_t b = 0; b < blocks && wrong_.empty(); ++b) {

@@ -390,12 +390,12 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
     source.begin = (piece - segments[s].first_piece) * row.dense_piece_tokens;
     source.end = min(source.begin + row.dense_piece_tokens, segments[s].tokens);
   } else if (piece < row.dense_pieces + row.tail_pieces) {
-    const uint32_t first = (piece - row.dense_pieces) * kReadPieceTokens;
+    const uint32_t first = (piece - row.dense_pieces) * row.tail_piece_tokens;
     const uint32_t limit = row.tail_limit + row.causal * (unit.first_token + unit.tokens - 1);
     source.tail_blocks = step.tail_blocks + row.tail_blocks_begin;
     source.head_offset = unit.kv_head * step.tail_block_head_bytes;
     source.begin = max(first, row.tail_begin);
-    source.end = min(first + kReadPieceTokens, limit);
+    source.end = min(first + row.tail_piece_tokens, limit);
     const LanePlace lane(step, unit, tile, g);
     lane_end = row.tail_limit + row.causal * lane.token;
   } else if (row.segment_count > 0) {  // the sink

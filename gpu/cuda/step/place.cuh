@@ -40,6 +40,20 @@ __device__ __forceinline__ uint32_t LastNotAfterOfWarp(uint32_t n, uint64_t item
   return low;
 }
 
+// How an item is looked for.
+struct ByWarp {
+  template <typename First>
+  static __device__ __forceinline__ uint32_t Last(uint32_t n, uint64_t item, First first) {
+    return LastNotAfterOfWarp(n, item, first);
+  }
+};
+struct ByThread {
+  template <typename First>
+  static __device__ __forceinline__ uint32_t Last(uint32_t n, uint64_t item, First first) {
+    return LastNotAfter(n, item, first);
+  }
+};
+
 // A unit and what it belongs to.
 struct UnitPlace {
   const RowRef* row;
@@ -57,12 +71,12 @@ struct UnitPlace {
   }
 };
 
-// The row of an item, by the first that each row has. By a whole warp, all of whose threads have
-// one item.
+// The row of an item, by the first that each row has.
+template <typename Search = ByWarp>
 __device__ __forceinline__ const RowRef* RowOf(const StepHeader& step, uint32_t item,
                                                uint32_t RowRef::*first) {
   return step.row_refs +
-         LastNotAfterOfWarp(step.rows, item, [&](uint32_t i) { return step.row_refs[i].*first; });
+         Search::Last(step.rows, item, [&](uint32_t i) { return step.row_refs[i].*first; });
 }
 __device__ __forceinline__ const RowRef* RowOfUnit(const StepHeader& step, uint32_t unit) {
   return RowOf(step, unit, &RowRef::first_unit);

@@ -125,8 +125,9 @@ template <typename T, int kDim>
 __device__ void PrepareTile(const StepHeader& step, uint32_t tile_number, TileQueries<kDim>* tile) {
   const uint32_t unit_number = tile_number / step.tiles_max;
   const RowRef* row = RowOfUnit(step, unit_number);
-  if (row->coop_blocks != 0) return;
   const UnitPlace unit(step, row, unit_number - row->first_unit);
+  WaitForKernelBefore();  // a gate: the step's queries are there
+  if (row->coop_blocks != 0) return;
   WriteFragments<T, kDim, kPrepareWarps>(
       step, unit, tile_number % step.tiles_max, tile,
       step.query_fragments + uint64_t{tile_number} * TileFragmentWords(kDim));
@@ -134,6 +135,7 @@ __device__ void PrepareTile(const StepHeader& step, uint32_t tile_number, TileQu
 
 __device__ __forceinline__ void CopyUpload(const StepHeader& step, uint32_t number) {
   const UploadRef upload = step.upload_refs[number];
+  WaitForKernelBefore();  // as PrepareTile
   const uint4* from = reinterpret_cast<const uint4*>(step.upload_data + upload.from);
   uint4* to = reinterpret_cast<uint4*>(upload.to);
   for (uint64_t i = threadIdx.x % 32; i < upload.bytes / 16; i += 32) to[i] = from[i];
@@ -177,10 +179,12 @@ struct PrepareBlocks {
         uploads((step.uploads + kPrepareWarps - 1) / kPrepareWarps) {}
 };
 
-template <typename T, int kDim>
+// kBesideGate: it begins before a gate has ended.
+template <typename T, int kDim, bool kBesideGate>
 __global__ void __launch_bounds__(kPrepareWarps * 32)
     PrepareKernel(const __grid_constant__ StepHeader step) {
   __shared__ TileQueries<kDim> tile;
+  if (kBesideGate) SeeKernelBefore();
   LetNextKernelStart();
   const PrepareBlocks blocks(step);
   uint32_t block = blockIdx.x;
@@ -191,10 +195,11 @@ __global__ void __launch_bounds__(kPrepareWarps * 32)
   if (block < blocks.chunks) {
     const uint32_t item = block * kPrepareWarps * 32 + threadIdx.x;
     if (item < step.score_items) ResolveChunk(step, item);
-    return;
+    return WaitForKernelBefore();  // what follows this kernel follows that one
   }
   const uint32_t upload = (block - blocks.chunks) * kPrepareWarps + threadIdx.x / 32;
-  if (upload < step.uploads) CopyUpload(step, upload);
+  if (upload < step.uploads) return CopyUpload(step, upload);
+  WaitForKernelBefore();
 }
 
 }  // namespace attnd::gpu

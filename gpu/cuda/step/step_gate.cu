@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "gpu/cuda/host_memory.cuh"
+#include "gpu/cuda/instructions.cuh"
 #include "gpu/cuda/launch.h"
 #include "gpu/cuda/step/step_gate.h"
+#include "gpu/cuda/step/tree_block.cuh"
 
 namespace attnd::gpu::cuda {
 namespace {
@@ -44,6 +46,13 @@ __device__ __forceinline__ void CopyInput(uint4* to, const uint4* from, uint32_t
       [&](uint32_t i, const uint4& quad) { to[i] = quad; });
 }
 
+// Finds the places of trees' items, when the input is copied: the kernels that follow need not.
+__device__ __forceinline__ void PlaceItems(const StepHeader& step) {
+  if (step.tree_items == 0) return;
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < step.tree_items; i += kGateThreads) PlaceItem(step, i);
+}
+
 // By the whole thread block; a barrier is to follow.
 template <uint32_t kThreads>
 __device__ __forceinline__ void LoadMoves(const StepGate* gate, TokenMove (&moves)[kMovesMax]) {
@@ -77,7 +86,7 @@ __device__ __forceinline__ bool AwaitGate(const StepGate* gate, const uint32_t* 
 
 __global__ void __launch_bounds__(kGateThreads)
     GateKernel(const StepGate* gate, uint4* to, const uint4* from, uint32_t count,
-               AnswerPlaces* answer) {
+               AnswerPlaces* answer, const __grid_constant__ StepHeader step) {
   __shared__ TokenMove moves[kMovesMax];
   __shared__ uint32_t taken;
   const uint32_t* const ring = gate->ring;
@@ -89,14 +98,21 @@ __global__ void __launch_bounds__(kGateThreads)
   if (ring != nullptr) {  // all that can be done before
     LoadMoves<kGateThreads>(gate, moves);
     CopyInput(to, from, count);
+    PlaceItems(step);
   }
   __syncthreads();
   if (threadIdx.x == 0) taken = AwaitGate(gate, ring, epoch, near) ? 1 : 0;
   __syncthreads();
   if (taken == 0) {
     CopyInput(to, from, count);
+    PlaceItems(step);
+    __syncthreads();
+    if (threadIdx.x == 0) LetNextKernelSee();
     return;
   }
+  // The next kernel looks at the rest of the input meanwhile. By a thread that has no tokens to
+  // copy if they are few.
+  if (threadIdx.x == kGateThreads - 1) LetNextKernelSee();
   CopyQuads<kGateThreads, kTokensAtOnce>(
       tokens, [&](uint32_t i) { return LoadHost(client + QuadAt(moves[i / kMoveQuads].from, i)); },
       [&](uint32_t i, const uint4& quad) { to[QuadAt(moves[i / kMoveQuads].to, i)] = quad; });
@@ -129,12 +145,13 @@ __global__ void __launch_bounds__(kTakenThreads)
 
 }  // namespace
 
-cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, cudaStream_t stream) {
+cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, const StepHeader& step,
+                       cudaStream_t stream) {
   if (input.bytes > kGatedInputBytesMax) return cudaErrorInvalidValue;
   const auto count = static_cast<uint32_t>((input.bytes + sizeof(uint4) - 1) / sizeof(uint4));
   return Launch(GateKernel, 1, kGateThreads, 0, stream, gate,
                 reinterpret_cast<uint4*>(input.device), reinterpret_cast<const uint4*>(input.host),
-                count, input.answer);
+                count, input.answer, step);
 }
 
 cudaError_t LaunchTaken(StepGate* gate, const GatedInput& input, cudaStream_t stream) {

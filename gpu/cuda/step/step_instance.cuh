@@ -118,10 +118,12 @@ __global__ void __launch_bounds__(kAttendWarps * 32, (kEstimateBlocks<kValueDim>
 // ---- launchers ----
 
 template <typename T, int kKeyDim, int kValueDim>
-cudaError_t LaunchPrepare(const StepHeader& step, cudaStream_t stream) {
+cudaError_t LaunchPrepare(const StepHeader& step, bool beside_gate, cudaStream_t stream) {
   const PrepareBlocks parts(step);
   const uint32_t blocks = parts.tiles + parts.chunks + parts.uploads;
-  return Launch(PrepareKernel<T, kKeyDim>, blocks, kPrepareWarps * 32, 0, stream, step);
+  return LaunchBehind(
+      beside_gate, beside_gate ? PrepareKernel<T, kKeyDim, true> : PrepareKernel<T, kKeyDim, false>,
+      blocks, kPrepareWarps * 32, 0, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>

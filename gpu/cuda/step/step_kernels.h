@@ -17,7 +17,8 @@ namespace attnd::gpu {
 // The kernels that depend on the model's shape. multiprocessors: how many the device has, for grids
 // that fill it.
 struct StepKernels {
-  cudaError_t (*prepare)(const StepHeader& step, cudaStream_t stream);
+  // beside_gate: a gate runs right before, and need not have ended.
+  cudaError_t (*prepare)(const StepHeader& step, bool beside_gate, cudaStream_t stream);
   // The read stage's two halves, which may run at the same time; each only if it has items.
   // overlap: prepare runs right before, and need not have ended.
   cudaError_t (*read)(const StepHeader& step, uint32_t multiprocessors, bool overlap,
@@ -47,8 +48,9 @@ cudaError_t LaunchMeasure(const StepHeader& step, uint32_t value_dim, cudaStream
 
 // The stages over trees, of which leaves is for all rows. They depend on the channels alone.
 cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream);
-// Of rows by error, and groups of those by head.
-cudaError_t LaunchTreeGroups(const StepHeader& step, cudaStream_t stream);
+// Of rows by error, and groups of those by head. beside_gate: prepare runs right before, which was
+// launched so; neither need have ended.
+cudaError_t LaunchTreeGroups(const StepHeader& step, bool beside_gate, cudaStream_t stream);
 cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream);
 cudaError_t LaunchTreeEstimate(const StepHeader& step, cudaStream_t stream);

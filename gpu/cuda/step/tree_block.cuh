@@ -20,11 +20,11 @@ inline constexpr int kTreeBlocks = kDim + kValueDim <= 320 ? 2 : 1;
 // Longer queries count as this long: what is summed over channels stays a float.
 inline constexpr float kTreeQueryMax = 1e17f;
 
+template <typename Search>
 __device__ __forceinline__ uint32_t SegmentOfSlice(const StepHeader& step, const RowRef& row,
                                                    uint32_t slice) {
   const TreeRef* trees = step.trees + row.trees_begin;
-  return LastNotAfterOfWarp(row.segment_count, slice,
-                            [&](uint32_t i) { return trees[i].first_slice; });
+  return Search::Last(row.segment_count, slice, [&](uint32_t i) { return trees[i].first_slice; });
 }
 
 __device__ __forceinline__ uint32_t* UnitTreeWords(const StepHeader& step, const UnitPlace& unit) {
@@ -55,11 +55,12 @@ struct alignas(16) TreeItem {
   }
 };
 
+template <typename Search = ByWarp>
 __device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t number) {
-  const RowRef* row = RowOf(step, number, &RowRef::first_tree_item);
+  const RowRef* row = RowOf<Search>(step, number, &RowRef::first_tree_item);
   const uint32_t in_row = number - row->first_tree_item;
   const uint32_t slice = in_row % row->tree_slices, tile_of_row = in_row / row->tree_slices;
-  const uint32_t segment = SegmentOfSlice(step, *row, slice);
+  const uint32_t segment = SegmentOfSlice<Search>(step, *row, slice);
   const TreeRef& tree = step.trees[row->trees_begin + segment];
   const SegmentRef& ref = step.segments[row->segments_begin + segment];
   const UnitPlace unit(step, row, tile_of_row / row->tiles_per_unit);
@@ -107,6 +108,13 @@ __device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem
         reinterpret_cast<const uint32_t*>(item.offsets)[threadIdx.x];
   }
   if (threadIdx.x == kTreeThreads - 1) place->item = item;
+}
+// By a thread.
+__device__ __forceinline__ void PlaceItem(const StepHeader& step, uint32_t number) {
+  const TreeItem item = FindItem<ByThread>(step, number);
+  TreePlace* place = PlaceOfItem(step, number);
+  place->offsets = *item.offsets;
+  place->item = item;
 }
 __device__ __forceinline__ TreeItem ReadItem(const StepHeader& step, uint32_t number) {
   const TreePlace* place = PlaceOfItem(step, number);
@@ -223,13 +231,27 @@ class TreeQueryMaker {
     __align__(16) uint32_t fragments[FragmentWords(kDim)];
   };
 
-  // Asks for what they are made of.
-  __device__ __forceinline__ TreeQueryMaker(const StepHeader& step, const TreeItem& item)
-      : TreeQueryMaker(step, item, LanePlace(step, item.unit, item.tile, Lane())) {}
+  using Query = QueryShare<kDim / 32>;
 
-  // rotates: whether variances count; else queries have no length along the axes.
-  __device__ __forceinline__ void Make(bool rotates, Memory* memory, TreeQueries<kDim>* to) {
-    Scale(memory, to);
+  // Asks for what they are made of beside the step's queries, which may come later.
+  __device__ __forceinline__ TreeQueryMaker(const StepHeader& step, const TreeItem& item)
+      : scale_(step.softmax_scale), axes_(item.head + item.offsets->axes) {
+    const float* base = item.Floats(item.offsets->key_base) + threadIdx.x % 32;
+#pragma unroll
+    for (uint32_t i = 0; i < kPerThread; ++i) base_[i] = __ldg(base + i * 32);
+#pragma unroll
+    for (uint32_t i = 0; i < kHeld; ++i) held_[i] = Axes(i);
+  }
+
+  // Asks for this warp's lane of the step's queries.
+  static __device__ __forceinline__ Query QueryOf(const StepHeader& step, const TreeItem& item) {
+    const LanePlace place(step, item.unit, item.tile, Lane());
+    return {step, place.slot * kDim, !place.used};
+  }
+  // x: QueryOf's. rotates: whether variances count; else queries have no length along the axes.
+  __device__ __forceinline__ void Make(const Query& x, bool rotates, Memory* memory,
+                                       TreeQueries<kDim>* to) {
+    Scale(x, memory, to);
     __syncthreads();
     Rotate(rotates, *memory, to);
     __syncthreads();
@@ -247,17 +269,6 @@ class TreeQueryMaker {
     uint4 words[kDim / 32];
   };
 
-  __device__ __forceinline__ TreeQueryMaker(const StepHeader& step, const TreeItem& item,
-                                            const LanePlace& place)
-      : scale_(step.softmax_scale),
-        axes_(item.head + item.offsets->axes),
-        x_(step, place.slot * kDim, !place.used) {
-    const float* base = item.Floats(item.offsets->key_base) + threadIdx.x % 32;
-#pragma unroll
-    for (uint32_t i = 0; i < kPerThread; ++i) base_[i] = __ldg(base + i * 32);
-#pragma unroll
-    for (uint32_t i = 0; i < kHeld; ++i) held_[i] = Axes(i);
-  }
   static __device__ __forceinline__ uint32_t Lane() { return threadIdx.x / 32; }
   static __device__ __forceinline__ uint32_t FirstAxis(uint32_t run) {
     return (threadIdx.x / 32 + run * kTreeWarps) * 8;
@@ -272,11 +283,12 @@ class TreeQueryMaker {
   }
 
   // Fills the lane's `queries`, logit_factor and base_dot, and its fragments.
-  __device__ __forceinline__ void Scale(Memory* memory, TreeQueries<kDim>* to) const {
+  __device__ __forceinline__ void Scale(const Query& x, Memory* memory,
+                                        TreeQueries<kDim>* to) const {
     const uint32_t thread = threadIdx.x % 32, lane = Lane();
     float greatest = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kPerThread; ++i) greatest = fmaxf(greatest, fabsf(x_[i]));
+    for (uint32_t i = 0; i < kPerThread; ++i) greatest = fmaxf(greatest, fabsf(x[i]));
     greatest = MaxOverWarp(greatest);
     int exponent = 0;
     if (greatest > 0) frexpf(greatest, &exponent);
@@ -286,7 +298,7 @@ class TreeQueryMaker {
 #pragma unroll
     for (uint32_t i = 0; i < kPerThread; ++i) {
       // Within [-1, 1] unless it is beyond 2^100.
-      const float scaled = x_[i] * down;
+      const float scaled = x[i] * down;
       to->queries.Store(scaled, i * 32 + thread, lane);
       StoreFragment(scaled, i, memory);
       dot += scaled * base_[i];
@@ -352,7 +364,6 @@ class TreeQueryMaker {
 
   const float scale_;
   const std::byte* const axes_;
-  const QueryShare<kPerThread> x_;
   float base_[kPerThread];
   AxisRun held_[kHeld];
 };

@@ -96,8 +96,9 @@ struct GroupsMemory {
   __device__ __forceinline__ Rows* RowsOf(uint32_t i) { return i % 2 == 0 ? &first : &second; }
 };
 
-// One thread block's work on an item.
-template <int kDim, int kValueDim>
+// One thread block's work on an item. kBesideGate: it begins before the step's queries are there,
+// behind a gate that has placed the items.
+template <int kDim, int kValueDim, bool kBesideGate>
 class GroupsWorker {
  public:
   using Memory = GroupsMemory<kDim, kValueDim>;
@@ -117,9 +118,11 @@ class GroupsWorker {
     AskForValues(0);
     CommitCopies();
     ScoredRows<kDim> rows(item_.head, part(), OwnRows(0));
-    maker.Make(/*rotates=*/true, &memory_->making, &memory_->q);
+    if (kBesideGate) WaitForKernelBefore();  // and for its gate: the step's queries are there
+    const auto x = maker.QueryOf(step_, item_);
+    maker.Make(x, /*rotates=*/true, &memory_->making, &memory_->q);
     StoreQueries<kDim>(step_, item_, memory_->q);
-    StoreItem(step_, item_);
+    if (!kBesideGate) StoreItem(step_, item_);
     const uint32_t tiles = Tiles();
     if (tiles == 0) {
       AskForSlopes();
@@ -314,14 +317,15 @@ class GroupsWorker {
   float max_of_sums_[2] = {-INFINITY, -INFINITY};  // of lanes 2t and 2t + 1
 };
 
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, bool kBesideGate>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeGroupsKernel(const __grid_constant__ StepHeader step) {
-  const TreeItem item = FindItem(step, blockIdx.x);
+  if (kBesideGate) SeeKernelBefore();
+  const TreeItem item = kBesideGate ? ReadItem(step, blockIdx.x) : FindItem(step, blockIdx.x);
   if (item.choice == TreeChoice::kByMass) return;
   PrefetchGroups<kDim, kValueDim>(item);
   auto* memory = reinterpret_cast<GroupsMemory<kDim, kValueDim>*>(block_memory);
-  GroupsWorker<kDim, kValueDim>(step, item, memory).Run();
+  GroupsWorker<kDim, kValueDim, kBesideGate>(step, item, memory).Run();
 }
 
 }  // namespace attnd::gpu

@@ -18,9 +18,12 @@ struct TreeKernel {
   uint32_t shared_bytes = 0;
 };
 
-// Launches kernel_of(ListedShape) of the step's channels, a thread block for each item.
+// Launches kernel_of(ListedShape) of the step's channels, a thread block for each item. overlap: as
+// LaunchBehind's. The device would put such thread blocks two on a multiprocessor while others are
+// idle; if there are multiprocessors for all, each has one to itself.
 template <typename KernelOf>
-cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, KernelOf kernel_of) {
+cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, KernelOf kernel_of,
+                             bool overlap = false) {
   cudaError_t error = cudaErrorInvalidValue;
   DispatchListedShape(
       [&](const KernelShape& listed) {
@@ -28,8 +31,12 @@ cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, Kernel
       },
       [&]<typename Shape>(Shape shape) {
         const TreeKernel of = kernel_of(shape);
-        error =
-            LaunchLarge(of.kernel, step.tree_items, kTreeThreads, of.shared_bytes, stream, step);
+        const uint32_t most = overlap ? SharedBytesAlone(of.shared_bytes) : of.shared_bytes;
+        error = AllowShared(of.kernel, most);
+        if (error != cudaSuccess) return;
+        const bool has_room = step.tree_items <= Multiprocessors();
+        error = LaunchBehind(overlap, of.kernel, step.tree_items, kTreeThreads,
+                             has_room ? most : of.shared_bytes, stream, step);
       });
   return error;
 }

@@ -7,11 +7,16 @@
 
 namespace attnd::gpu {
 
-cudaError_t LaunchTreeGroups(const StepHeader& step, cudaStream_t stream) {
-  return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return {TreeGroupsKernel<Shape::kHeadDim, Shape::kValueDim>,
-            sizeof(GroupsMemory<Shape::kHeadDim, Shape::kValueDim>)};
-  });
+cudaError_t LaunchTreeGroups(const StepHeader& step, bool beside_gate, cudaStream_t stream) {
+  return LaunchTreeKernel(
+      step, stream,
+      [&]<typename Shape>(Shape) -> TreeKernel {
+        constexpr int kDim = Shape::kHeadDim, kValueDim = Shape::kValueDim;
+        return {beside_gate ? TreeGroupsKernel<kDim, kValueDim, true>
+                            : TreeGroupsKernel<kDim, kValueDim, false>,
+                sizeof(GroupsMemory<kDim, kValueDim>)};
+      },
+      /*overlap=*/beside_gate);
 }
 cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {

@@ -31,16 +31,6 @@ struct UnitBlocks {
   uint32_t blocks, shared_bytes;
 };
 
-// So much that no other thread block with it fits beside a thread block; at least `needed`.
-inline uint32_t SharedBytesAlone(uint32_t needed) {
-  int device = 0, all = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) !=
-          cudaSuccess) {
-    return needed;
-  }
-  return std::max(needed, static_cast<uint32_t>(all) / 2);  // with what the device adds, over half
-}
 inline UnitsAtOnce CountUnits(void (*kernel)(StepHeader), uint32_t shared_bytes) {
   UnitsAtOnce at_once;
   if (AllowShared(kernel, shared_bytes) != cudaSuccess) return at_once;

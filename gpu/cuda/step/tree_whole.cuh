@@ -56,8 +56,9 @@ __global__ void __launch_bounds__(kTreeThreads)
   if (item.choice != TreeChoice::kByMass) return;
   StoreItem(step, item);
   TreeQueryMaker<kDim> maker(step, item);
+  const auto x = maker.QueryOf(step, item);
   OpenWhole(step, item);
-  maker.Make(/*rotates=*/item.row->second_order != 0, &making, &queries);
+  maker.Make(x, /*rotates=*/item.row->second_order != 0, &making, &queries);
   StoreQueries<kDim>(step, item, queries);
 }
 

@@ -336,8 +336,15 @@ TEST(EmulatedQuantiles, AnswersAreTheCpus) {
   EXPECT_EQ(ends.opened > 0, expected.opened > 0);
 }
 
-// A row whose step repeats, and its answer when it was first asked for.
-class EmulatedGraphs : public testing::Test {
+// Rows whose step repeats, and their answers when they were first asked for.
+struct GraphCase {
+  std::string name;
+  std::vector<ParityCase> sequences;
+  Policy policy;
+};
+void PrintTo(const GraphCase& c, std::ostream* out) { *out << c.name; }
+
+class EmulatedGraphs : public testing::TestWithParam<GraphCase> {
  protected:
   static CudaBackendOptions Options() {
     CudaBackendOptions options = SmallOptions();
@@ -348,29 +355,62 @@ class EmulatedGraphs : public testing::Test {
 
   void SetUp() override { EXPECT_TRUE(Agree(first_, RunStep(MakeCpu().get(), 0, rows_), rows_)); }
 
+  std::vector<TestSequence> MakeSequences() const {
+    std::vector<TestSequence> sequences;
+    for (const ParityCase& c : GetParam().sequences) {
+      sequences.push_back(MakeSequence(SpecOf(c, DType::kBf16)));
+    }
+    return sequences;
+  }
+  std::vector<TestRow> MakeRows() {
+    std::vector<TestRow> rows;
+    for (TestSequence& sequence : sequences_) {
+      rows.push_back(RowsOf(&sequence, /*layer=*/0, {GetParam().policy}, 1)[0]);
+    }
+    return rows;
+  }
+  void ExpectFirst(const StepResult& step) const {
+    ASSERT_TRUE(step.status.ok()) << step.status;
+    for (size_t r = 0; r < rows_.size(); ++r) {
+      EXPECT_TRUE(SameBits(step.rows[r], first_.rows[r])) << "row " << r;
+    }
+  }
+
   const std::unique_ptr<attention::Backend> emulated_ = MakeEmulatedBackend(Options());
-  TestSequence sequence_ = MakeSequence(SpecOf({1, 1, 64, 64, {200}, 10}, DType::kBf16));
-  const std::vector<TestRow> rows_ = RowsOf(
-      &sequence_, /*layer=*/0, {Parse("clusters-top-k", {{"estimator", "second-order"}})}, 1);
+  std::vector<TestSequence> sequences_ = MakeSequences();
+  const std::vector<TestRow> rows_ = MakeRows();
   const StepResult first_ = RunStep(emulated_.get(), 0, rows_);
 };
 
+// Of trees several rows of several segments: behind a gate their items' places are found by a
+// thread each.
+INSTANTIATE_TEST_SUITE_P(
+    Cases, EmulatedGraphs,
+    testing::Values(GraphCase{"Clusters",
+                              {{1, 1, 64, 64, {200}, 10}},
+                              Parse("clusters-top-k", {{"estimator", "second-order"}})},
+                    GraphCase{"Trees",
+                              {{1, 1, 64, 64, {100, 70}, 10, kTreeIndexes},
+                               {1, 1, 64, 64, {150}, 70, kTreeIndexes}},
+                              Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}})}),
+    [](const auto& c) { return c.param.name; });
+
 // A step that repeats is launched as a graph, in which its stages keep their order.
-TEST_F(EmulatedGraphs, RepeatTheStep) {
+TEST_P(EmulatedGraphs, RepeatTheStep) {
   for (int i = 0; i < 11; ++i) {
-    EXPECT_TRUE(SameBits(RunStep(emulated_.get(), 0, rows_).rows[0], first_.rows[0])) << i;
+    SCOPED_TRACE(i);
+    ExpectFirst(RunStep(emulated_.get(), 0, rows_));
   }
   EXPECT_GT(emulated_->stats().graph_launches, 0u);
 }
 
 // And behind a gate, from its second launch on as the same graph.
-TEST_F(EmulatedGraphs, WaitForTheirQueries) {
+TEST_P(EmulatedGraphs, WaitForTheirQueries) {
   for (int i = 0; i < 14; ++i) {
+    SCOPED_TRACE(i);
     auto prepared = attention::test::PrepareStep(emulated_.get(), 0, rows_);
-    ASSERT_NE(prepared, nullptr) << i;
-    const StepResult step = attention::test::RunPrepared(emulated_.get(), 0, rows_, prepared.get());
-    ASSERT_TRUE(step.status.ok()) << step.status;
-    EXPECT_TRUE(SameBits(step.rows[0], first_.rows[0])) << i;
+    ASSERT_NE(prepared, nullptr);
+    ExpectFirst(attention::test::RunPrepared(emulated_.get(), 0, rows_, prepared.get()));
     // Another step comes in its place: nothing may wait for what waits.
     prepared.reset();
     prepared = attention::test::PrepareStep(emulated_.get(), 0, rows_);
@@ -390,7 +430,7 @@ TEST_F(EmulatedGraphs, WaitForTheirQueries) {
 
 // And takes a client's turn: its tokens come from the client's memory, its answer goes there, and
 // the client is told if the host allows it. Every other client has a twin of its memory.
-TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
+TEST_P(EmulatedGraphs, TakeTheirClientsTurns) {
   const auto device = OpenCudaDevice();
   ASSERT_TRUE(device.ok()) << device.status();
   // What kernels may write, as they may what a client shares.
@@ -400,7 +440,8 @@ TEST_F(EmulatedGraphs, TakeTheirClientsTurns) {
   };
   std::vector<TestRow> rows = rows_;
   for (TestRow& row : rows) row.final_dtype = DType::kBf16;
-  const std::vector<RowMessage> messages = {RowMessage::Of(rows[0], /*layer=*/0)};
+  std::vector<RowMessage> messages;
+  for (const TestRow& row : rows) messages.push_back(RowMessage::Of(row, /*layer=*/0));
   int told = 0, taken = 0, told_in_twin = 0;
   for (int i = 0; i < 20; ++i) {
     SCOPED_TRACE(i);

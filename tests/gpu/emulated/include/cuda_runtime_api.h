@@ -40,6 +40,7 @@ enum cudaDeviceAttr {
   cudaDevAttrClusterLaunch,
   cudaDevAttrCanUseHostPointerForRegisteredMem,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrMultiProcessorCount,
 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };

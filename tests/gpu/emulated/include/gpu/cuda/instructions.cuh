@@ -65,6 +65,8 @@ inline void AssumeGlobal(const void*) {}
 
 inline void LetNextKernelStart() {}
 inline void WaitForKernelBefore() {}
+inline void LetNextKernelSee() {}
+inline void SeeKernelBefore() {}
 
 // ---- thread block clusters ----
 
