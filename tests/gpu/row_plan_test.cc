@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Goal: a row's trees are divided into slices that have every group once, whatever the segments'
-// sizes, and that the row's own length alone decides.
+// sizes, and that the row's own length alone decides; its tail into pieces that have every token.
 #include "gpu/step/row_plan.h"
 
 #include <gtest/gtest.h>
@@ -107,6 +107,25 @@ TEST(RowPlan, DenseRowsHaveFewPieces) {
   segment.tokens = 4096;
   EXPECT_EQ(pieces(8, {segment}), 8u);
   EXPECT_EQ(pieces(8, std::vector<SegmentDescription>(40, segment)), 40u);
+}
+
+// The number of a short tail's pieces doubles; a long one has as many as it needs.
+TEST(RowPlan, ShortTailsHaveShortPieces) {
+  struct Tail {
+    uint32_t begin, end, piece_tokens, pieces;
+  };
+  for (const Tail& tail : {Tail{0, 1, 128, 1}, Tail{0, 128, 128, 1}, Tail{63, 129, 128, 2},
+                           Tail{0, 300, 128, 4}, Tail{0, 513, 128, 8}, Tail{0, 2048, 128, 16},
+                           Tail{0, 2049, 512, 5}, Tail{10, 10, 128, 0}}) {
+    RowDescription row;
+    row.shape = {.kernel = {DType::kBf16, 128, 128}, .kv_heads = 8, .group = 4};
+    row.query_tokens = 1;
+    row.tail_begin = tail.begin;
+    row.tail_limit = tail.end;
+    const RowRef ref = PlanRow(row, 0, 1, /*cooperative_groups=*/false);
+    EXPECT_EQ(ref.tail_piece_tokens, tail.piece_tokens) << tail.end;
+    EXPECT_EQ(ref.tail_pieces, tail.pieces) << tail.end;
+  }
 }
 
 }  // namespace
