@@ -131,12 +131,14 @@ absl::Status CudaStream::Enqueue(const StepRun& run) {
 }
 
 // What is told of a client's tokens holds up nothing: the step's last kernel may have ended before.
+// Only ever captured: in a graph no event lies between a kernel and the one that overlaps it.
 absl::Status CudaStream::EnqueueBehindGate(const StepRun& run, StepGate* gate) {
   const cuda::GatedInput input = {.host = run.input,
                                   .device = run.device_input,
                                   .bytes = run.input_bytes,
                                   .answer = run.header.answer};
-  ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchGate(gate, input, run.header, main_), "a gate"));
+  ATTND_RETURN_IF_ERROR(Launched(
+      cuda::LaunchGate(gate, input, run.header, StartsBesideGate(run.header), main_), "a gate"));
   ATTND_RETURN_IF_ERROR(gate_opened_.Record(main_));
   ATTND_RETURN_IF_ERROR(gate_opened_.HoldUp(taken_));
   ATTND_RETURN_IF_ERROR(Launched(cuda::LaunchTaken(gate, input, taken_), "tokens taken"));
@@ -159,11 +161,8 @@ absl::Status CudaStream::Launch(const StepKernels& kernels, const StepRun& run, 
   const uint32_t coop_units = CoopUnits(header);
   if (coop_units == header.units) return LaunchCooperativeAlone(kernels, header);
   const bool clusters = header.score_items > 0, trees = header.tree_items > 0;
-  // Rows over trees, and over nothing that has another first stage.
-  const bool beside_gate = behind_gate && trees && !clusters && coop_units == 0 &&
-                           header.read_items > 0 && !HasTreeRows(header, TreeChoice::kByMass);
-  ATTND_RETURN_IF_ERROR(Overlaps(beside_gate) ? ScoreBesideGate(kernels, header)
-                                              : Score(kernels, header));
+  const bool beside_gate = behind_gate && StartsBesideGate(header);
+  ATTND_RETURN_IF_ERROR(beside_gate ? ScoreBesideGate(kernels, header) : Score(kernels, header));
   ATTND_RETURN_IF_ERROR(EndStage(kScore));
   if (clusters) ATTND_RETURN_IF_ERROR(Launched(LaunchSelect(header, main_), "select"));
   if (clusters && !trees) ATTND_RETURN_IF_ERROR(Join());
@@ -266,6 +265,11 @@ absl::Status CudaStream::Score(const StepKernels& kernels, const StepHeader& hea
     ATTND_RETURN_IF_ERROR(Launched(kernels.score(header, multiprocessors_, main_), "score"));
   }
   return trees ? Join() : absl::OkStatus();
+}
+
+bool CudaStream::StartsBesideGate(const StepHeader& header) const {
+  return Overlaps(header.tree_items > 0 && header.score_items == 0 && CoopUnits(header) == 0 &&
+                  !HasTreeRows(header, TreeChoice::kByMass));
 }
 
 absl::Status CudaStream::ScoreBesideGate(const StepKernels& kernels, const StepHeader& header) {

@@ -89,9 +89,10 @@ class CudaStream : public Stream {
   // Uploads, scores, and the pieces that are read in any case. With clusters alone these pieces
   // are left on side_, to be joined. Groups of trees need nothing of prepare.
   absl::Status Score(const StepKernels& kernels, const StepHeader& header);
-  // The same of rows over trees, behind a gate: what each kernel does without the step's tokens it
-  // does while the gate copies them. Prepare and groups take turns for that, as each begins beside
-  // the one before it in its stream.
+  // The same behind a gate, of trees whose first stage is groups, beside dense and streaming rows
+  // at most: what a kernel does without the step's tokens it does while the gate copies them.
+  // Groups follow prepare in one stream, as a kernel begins only beside the one right before it.
+  bool StartsBesideGate(const StepHeader& header) const;
   absl::Status ScoreBesideGate(const StepKernels& kernels, const StepHeader& header);
 
   static bool HasTreeRows(const StepHeader& header, TreeChoice choice);

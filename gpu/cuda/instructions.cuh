@@ -136,9 +136,9 @@ __device__ __forceinline__ void WaitForKernelBefore() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// The same as LetNextKernelStart, by one thread: what it has written, or has met at a barrier, is
-// there for threads of the next kernel behind SeeKernelBefore, though they have not waited. That a
-// start is a message, of which fences make an order, is the GPU's doing, not PTX's promise.
+// LetNextKernelStart by one thread: what it, and the threads that it met at a barrier, have written
+// is there for the next kernel's threads behind SeeKernelBefore, though they have not waited. That
+// a start is a message, of which fences make an order, is the GPU's doing, not PTX's promise.
 __device__ __forceinline__ void LetNextKernelSee() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   LetNextKernelStart();

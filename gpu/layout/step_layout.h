@@ -21,8 +21,8 @@
 //   merge     for each unit: merge its states, in the order of their numbers; normalise; statistics
 //
 // Units over trees have stages of their own before finish, of which groups needs nothing of prepare
-// and runs beside it. A tree item is a (unit, tile, slice): a slice is some neighbouring groups of
-// one segment, with their leaves. One thread block works on an item.
+// and runs beside it (its end, behind a gate). A tree item is a (unit, tile, slice): a slice is
+// some neighbouring groups of one segment, with their leaves. One thread block works on an item.
 //
 //   groups    score a slice's groups, sum up their estimates
 //   open      for each unit: choose the groups to open, number the leaves of these
@@ -81,8 +81,8 @@ inline constexpr uint32_t kTreeLanesMax = 32;      // query heads of a KV head (
 // Slots that a warp works on at a time.
 inline constexpr uint32_t kStepSlots = 16;
 // Tokens or slots of a piece, and the most pieces: a row that would have more pieces has longer
-// ones. Only a tail has as many as it needs; a short one is divided further, for more warps. Of
-// segments' read pieces see ReadPiecesMaxFor.
+// ones. A long tail has as many as it needs; a short one that one query token sees shorter ones,
+// their number rounded up to a power of two. Of segments' read pieces see ReadPiecesMaxFor.
 inline constexpr uint32_t kReadPieceTokens = 512, kTailPieceTokens = 128, kShortTailTokens = 2048;
 inline constexpr uint32_t kReadItemsWanted = 256;  // of a long row
 inline constexpr uint32_t kReadPiecesLeast = 16, kReadPiecesMost = 64;
@@ -451,7 +451,7 @@ struct StepHeader {
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors]
   uint32_t* tree_words;
-  std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: left by the first stage over an item
+  std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: left by a first stage, or a gate
   float* tree_queries;     // [tree_items][TreeQueryWords]
   float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]: values with the slopes'
                          // correction; then, of estimates, that correction

@@ -73,7 +73,8 @@ constexpr uint64_t TreeWordsPerUnit(const RowRef& row) {
   const uint64_t tries = ChoiceOf(row) == TreeChoice::kByHead ? sizeof(TreeTries) : 0;
   return TreeItems(row) + row.slots + tries / sizeof(uint32_t);
 }
-// What the first stage over a tree item leaves of where it lies (StepHeader::tree_places).
+// What the first stage over a tree item, or the step's gate, leaves of where it lies
+// (StepHeader::tree_places).
 inline constexpr uint32_t kTreePlaceBytes = 240;
 constexpr uint64_t ScoresPerUnit(const RowRef& row, uint32_t group) {
   if (row.kind == UnitKind::kTree) return TreeScoresOf(row, group).end;

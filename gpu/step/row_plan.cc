@@ -39,10 +39,11 @@ void PlanPieces(const RowDescription& row, RowRef* ref) {
   // By the row's own last token, though a part may end before it: how a row is divided must not
   // depend on what else is in the wave.
   const uint64_t tail_end = row.tail_end();
-  const bool is_short = tail_end <= kShortTailTokens;
+  // Rows of many query tokens have warps enough.
+  const bool is_short = row.query_tokens == 1 && tail_end <= kShortTailTokens;
   ref->tail_piece_tokens = is_short ? kTailPieceTokens : kReadPieceTokens;
   const uint64_t pieces = CeilOf(tail_end, ref->tail_piece_tokens);
-  // Seldom another number, as it is a part of a step's graph.
+  // Rounded up, so that it seldom changes: each number has a graph of its own.
   const uint64_t room = is_short ? std::bit_ceil(pieces) : pieces;
   ref->tail_pieces = tail_end > ref->tail_begin ? Narrow(room) : 0;
   ref->dense_piece_tokens = PieceSize(

@@ -109,19 +109,21 @@ TEST(RowPlan, DenseRowsHaveFewPieces) {
   EXPECT_EQ(pieces(8, std::vector<SegmentDescription>(40, segment)), 40u);
 }
 
-// The number of a short tail's pieces doubles; a long one has as many as it needs.
+// The number of a short tail's pieces doubles; a long one, and one that many query tokens see, has
+// as many as it needs.
 TEST(RowPlan, ShortTailsHaveShortPieces) {
   struct Tail {
-    uint32_t begin, end, piece_tokens, pieces;
+    uint32_t begin, end, piece_tokens, pieces, query_tokens = 1;
   };
   for (const Tail& tail : {Tail{0, 1, 128, 1}, Tail{0, 128, 128, 1}, Tail{63, 129, 128, 2},
                            Tail{0, 300, 128, 4}, Tail{0, 513, 128, 8}, Tail{0, 2048, 128, 16},
-                           Tail{0, 2049, 512, 5}, Tail{10, 10, 128, 0}}) {
+                           Tail{0, 2049, 512, 5}, Tail{10, 10, 128, 0}, Tail{0, 513, 512, 2, 2}}) {
     RowDescription row;
     row.shape = {.kernel = {DType::kBf16, 128, 128}, .kv_heads = 8, .group = 4};
-    row.query_tokens = 1;
+    row.query_tokens = tail.query_tokens;
     row.tail_begin = tail.begin;
     row.tail_limit = tail.end;
+    row.causal = false;
     const RowRef ref = PlanRow(row, 0, 1, /*cooperative_groups=*/false);
     EXPECT_EQ(ref.tail_piece_tokens, tail.piece_tokens) << tail.end;
     EXPECT_EQ(ref.tail_pieces, tail.pieces) << tail.end;

@@ -184,7 +184,7 @@ template <typename T, int kDim, bool kBesideGate>
 __global__ void __launch_bounds__(kPrepareWarps * 32)
     PrepareKernel(const __grid_constant__ StepHeader step) {
   __shared__ TileQueries<kDim> tile;
-  if (kBesideGate) SeeKernelBefore();
+  if (kBesideGate) SeeKernelBefore();  // and passes what it sees on to the next
   LetNextKernelStart();
   const PrepareBlocks blocks(step);
   uint32_t block = blockIdx.x;

@@ -46,11 +46,11 @@ __device__ __forceinline__ void CopyInput(uint4* to, const uint4* from, uint32_t
       [&](uint32_t i, const uint4& quad) { to[i] = quad; });
 }
 
-// Finds the places of trees' items, when the input is copied: the kernels that follow need not.
-__device__ __forceinline__ void PlaceItems(const StepHeader& step) {
-  if (step.tree_items == 0) return;
+// Finds the places of so many of trees' items, when the input is copied.
+__device__ __forceinline__ void PlaceItems(const StepHeader& step, uint32_t items) {
+  if (items == 0) return;
   __syncthreads();
-  for (uint32_t i = threadIdx.x; i < step.tree_items; i += kGateThreads) PlaceItem(step, i);
+  for (uint32_t i = threadIdx.x; i < items; i += kGateThreads) PlaceItem(step, i);
 }
 
 // By the whole thread block; a barrier is to follow.
@@ -86,7 +86,8 @@ __device__ __forceinline__ bool AwaitGate(const StepGate* gate, const uint32_t* 
 
 __global__ void __launch_bounds__(kGateThreads)
     GateKernel(const StepGate* gate, uint4* to, const uint4* from, uint32_t count,
-               AnswerPlaces* answer, const __grid_constant__ StepHeader step) {
+               AnswerPlaces* answer, const __grid_constant__ StepHeader step,
+               uint32_t placed_items) {
   __shared__ TokenMove moves[kMovesMax];
   __shared__ uint32_t taken;
   const uint32_t* const ring = gate->ring;
@@ -98,14 +99,14 @@ __global__ void __launch_bounds__(kGateThreads)
   if (ring != nullptr) {  // all that can be done before
     LoadMoves<kGateThreads>(gate, moves);
     CopyInput(to, from, count);
-    PlaceItems(step);
+    PlaceItems(step, placed_items);
   }
   __syncthreads();
   if (threadIdx.x == 0) taken = AwaitGate(gate, ring, epoch, near) ? 1 : 0;
   __syncthreads();
   if (taken == 0) {
     CopyInput(to, from, count);
-    PlaceItems(step);
+    PlaceItems(step, placed_items);
     __syncthreads();
     if (threadIdx.x == 0) LetNextKernelSee();
     return;
@@ -146,12 +147,12 @@ __global__ void __launch_bounds__(kTakenThreads)
 }  // namespace
 
 cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, const StepHeader& step,
-                       cudaStream_t stream) {
+                       bool places_items, cudaStream_t stream) {
   if (input.bytes > kGatedInputBytesMax) return cudaErrorInvalidValue;
   const auto count = static_cast<uint32_t>((input.bytes + sizeof(uint4) - 1) / sizeof(uint4));
   return Launch(GateKernel, 1, kGateThreads, 0, stream, gate,
                 reinterpret_cast<uint4*>(input.device), reinterpret_cast<const uint4*>(input.host),
-                count, input.answer, step);
+                count, input.answer, step, places_items ? step.tree_items : 0);
 }
 
 cudaError_t LaunchTaken(StepGate* gate, const GatedInput& input, cudaStream_t stream) {

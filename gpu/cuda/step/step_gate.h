@@ -27,12 +27,12 @@ struct GatedInput {
 };
 
 // Enqueues the copy of the input to the device, once the gate is open. One kernel: copies by copy
-// engines would begin some microseconds after a kernel's end, and kernels after theirs. It also
-// finds the places of trees' items. Of what is not a client's tokens both are done before the gate
-// opens, and the next kernel of the stream may look at it, if it is launched to (LaunchBehind),
-// before the tokens are there.
+// engines would begin some microseconds after a kernel's end, and kernels after theirs. If the gate
+// has a ring, all but the client's tokens is copied before it opens. places_items: the places of
+// trees' items are found then, too. The next kernel of the stream may look at both, if it is
+// launched to (LaunchBehind), before the tokens are there.
 cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, const StepHeader& step,
-                       cudaStream_t stream);
+                       bool places_items, cudaStream_t stream);
 
 // Behind it, beside the step: if a client has opened the gate, copies its tokens to the host's
 // input, tells of it, and passes on what the host allows.

@@ -89,8 +89,8 @@ __device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t nu
       .slots_end = end_of(tree.group_slots)};
 }
 
-// What the first stage over an item leaves of it for those that follow: reading it is one wait. Its
-// offsets lie beside it, so that they need not wait for it.
+// What the first stage over an item, or the step's gate, leaves of it for those that follow:
+// reading it is one wait. Its offsets lie beside it, so that they need not wait for it.
 struct TreePlace {
   TreeItem item;
   TreeOffsets offsets;

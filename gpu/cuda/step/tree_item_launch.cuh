@@ -19,8 +19,8 @@ struct TreeKernel {
 };
 
 // Launches kernel_of(ListedShape) of the step's channels, a thread block for each item. overlap: as
-// LaunchBehind's. The device would put such thread blocks two on a multiprocessor while others are
-// idle; if there are multiprocessors for all, each has one to itself.
+// LaunchBehind's; thread blocks are then alone on a multiprocessor, if there are enough. The device
+// would put two on one while others are idle.
 template <typename KernelOf>
 cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, KernelOf kernel_of,
                              bool overlap = false) {
@@ -32,11 +32,11 @@ cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, Kernel
       [&]<typename Shape>(Shape shape) {
         const TreeKernel of = kernel_of(shape);
         const uint32_t most = overlap ? SharedBytesAlone(of.shared_bytes) : of.shared_bytes;
-        error = AllowShared(of.kernel, most);
+        error = AllowShared(of.kernel, most);  // another thread may launch it with that now
         if (error != cudaSuccess) return;
-        const bool has_room = step.tree_items <= Multiprocessors();
+        const bool alone = overlap && step.tree_items <= Multiprocessors();
         error = LaunchBehind(overlap, of.kernel, step.tree_items, kTreeThreads,
-                             has_room ? most : of.shared_bytes, stream, step);
+                             alone ? most : of.shared_bytes, stream, step);
       });
   return error;
 }

@@ -392,7 +392,13 @@ INSTANTIATE_TEST_SUITE_P(
                     GraphCase{"Trees",
                               {{1, 1, 64, 64, {100, 70}, 10, kTreeIndexes},
                                {1, 1, 64, 64, {150}, 70, kTreeIndexes}},
-                              Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}})}),
+                              Parse("error-target", {{"tolerance", "0.3"}, {"floor", "0.04"}})},
+                    GraphCase{"TreesByMass",
+                              {{1, 1, 64, 64, {100}, 10, kTreeIndexes}},
+                              Parse("double-p", {{"p1", "0.99"}, {"p2", "0.8"}})},
+                    GraphCase{"TreesByHead",
+                              {{1, 1, 64, 64, {100}, 10, kTreeIndexes}},
+                              Parse("error-target", {{"tolerance", "0.1"}, {"quantile", "0.95"}})}),
     [](const auto& c) { return c.param.name; });
 
 // A step that repeats is launched as a graph, in which its stages keep their order.
@@ -459,15 +465,18 @@ TEST_P(EmulatedGraphs, TakeTheirClientsTurns) {
     ExpectFinalOut(step, first_, DType::kBf16);
     EXPECT_EQ(prepared->has_told(), client.told());
     EXPECT_TRUE(client.told() || client.untouched());
-    if (prepared->takes_turn()) {
-      EXPECT_EQ(client.lse()[0], step.rows[0].lse[0]);
+    const bool in_twin = client.told() && i % 2 == 1;
+    for (size_t r = 0; r < rows.size(); ++r) {
+      const std::vector<float>& lse = step.rows[r].lse;
+      const std::vector<std::byte>& out = step.rows[r].final_out;
+      if (prepared->takes_turn()) {
+        EXPECT_EQ(client.lse()[r * lse.size()], lse[0]);
+      }
+      if (!in_twin) continue;
+      EXPECT_TRUE(std::equal(out.begin(), out.end(), client.InTwin(client.out()) + r * out.size()));
+      EXPECT_EQ(*client.InTwin(client.lse().data() + r * lse.size()), lse[0]);
     }
-    if (client.told() && i % 2 == 1) {
-      const std::vector<std::byte>& out = step.rows[0].final_out;
-      EXPECT_TRUE(std::equal(out.begin(), out.end(), client.InTwin(client.out())));
-      EXPECT_EQ(*client.InTwin(client.lse().data()), step.rows[0].lse[0]);
-      ++told_in_twin;
-    }
+    told_in_twin += in_twin ? 1 : 0;
     told += client.told() ? 1 : 0;
   }
   EXPECT_GT(taken, 4);  // there is no graph before the ninth step
