@@ -301,7 +301,10 @@ absl::Status CudaStream::SelectOfTrees(const StepHeader& header) {
   if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpen(header, main_), "open"));
   if (by_head) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeOpenByHead(header, main_), "open"));
   ATTND_RETURN_IF_ERROR(Launched(LaunchTreeLeaves(header, main_), "leaves"));
-  if (by_error) ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChoose(header, main_), "choose"));
+  if (by_error) {
+    ATTND_RETURN_IF_ERROR(
+        Launched(LaunchTreeChoose(header, Overlaps(/*follows=*/true), main_), "choose"));
+  }
   if (HasTreeRows(header, TreeChoice::kByMass)) {
     ATTND_RETURN_IF_ERROR(Launched(LaunchTreeChooseByMass(header, main_), "choose by mass"));
   }

@@ -11,28 +11,45 @@
 
 namespace attnd::gpu {
 
-// overlap: beside the end of the stream's kernel before, which lets it (LetNextKernelStart in
-// instructions.cuh). Nothing else of the stream may lie between the two.
+// What a kernel runs beside.
+struct LaunchBeside {
+  // The end of the stream's kernel before, which lets it (LetNextKernelStart in instructions.cuh).
+  // Nothing else of the stream may lie between the two.
+  bool kernel_before = false;
+  // Kernels of other streams, whose thread blocks shall have room on its multiprocessors. By itself
+  // the device gives these so much shared memory as the kernel's own thread blocks need, and the
+  // rest to the first-level cache.
+  bool other_streams = false;
+};
+
 template <typename... Parameters, typename... Args>
-cudaError_t LaunchBehind(bool overlap, void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
-                         uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t Launch(LaunchBeside beside, void (*kernel)(Parameters...), dim3 blocks,
+                   uint32_t threads, uint32_t shared_bytes, cudaStream_t stream,
+                   const Args&... args) {
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
+  config.attrs = attributes;
+  if (beside.kernel_before) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (beside.other_streams) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    attribute.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 template <typename... Parameters, typename... Args>
 cudaError_t Launch(void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
                    uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
-  return LaunchBehind(/*overlap=*/false, kernel, blocks, threads, shared_bytes, stream, args...);
+  return Launch(LaunchBeside{}, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
 // Lets a kernel have so many bytes of shared memory: more than it gets without asking.

@@ -313,6 +313,15 @@ template <int kKeyDim, int kValueDim>
 inline constexpr uint32_t kAttendSharedBytes = std::max<uint32_t>(
     kAttendWarps*(kRingBytes<kKeyDim, kValueDim>), sizeof(MergeMemory<kValueDim>));
 
+// Of chosen tokens a ring holds as many pages as a warp has of most pieces: so more thread blocks
+// have room.
+template <typename T, int kKeyDim, int kValueDim>
+using ChosenReader =
+    PageReader<T, kKeyDim, kValueDim, int{kChosenPieceTokens / kPageRows / kAttendWarps}>;
+template <typename T, int kKeyDim, int kValueDim>
+inline constexpr uint32_t kChosenSharedBytes = std::max<uint32_t>(
+    kAttendWarps* ChosenReader<T, kKeyDim, kValueDim>::kRingBytes, sizeof(MergeMemory<kValueDim>));
+
 // This warp's ring.
 __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {
   return threadIdx.x / 32 * ring_bytes;
@@ -427,8 +436,8 @@ __device__ void AttendChosen(const ChosenPiece& piece, Read read) {
   source.begin = piece.begin;
   source.end = piece.end;
   WarpState<kValueDim> state;
-  PageReader<T, kKeyDim, kValueDim> reader(source, piece.fragments, ~0u,
-                                           WarpRing(kRingBytes<kKeyDim, kValueDim>));
+  using Reader = ChosenReader<T, kKeyDim, kValueDim>;
+  Reader reader(source, piece.fragments, ~0u, WarpRing(Reader::kRingBytes));
   reader.Run(threadIdx.x / 32, kAttendWarps, &state);
   read();
   StoreState<kValueDim>(state, {}, piece.lanes, piece.state);

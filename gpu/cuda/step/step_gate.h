@@ -30,7 +30,7 @@ struct GatedInput {
 // engines would begin some microseconds after a kernel's end, and kernels after theirs. If the gate
 // has a ring, all but the client's tokens is copied before it opens. places_items: the places of
 // trees' items are found then, too. The next kernel of the stream may look at both, if it is
-// launched to (LaunchBehind), before the tokens are there.
+// launched to (LaunchBeside), before the tokens are there.
 cudaError_t LaunchGate(const StepGate* gate, const GatedInput& input, const StepHeader& step,
                        bool places_items, cudaStream_t stream);
 

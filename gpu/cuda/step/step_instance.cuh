@@ -26,6 +26,10 @@ template <int kKeyDim, int kValueDim>
 inline constexpr int kAttendBlocks = kKeyDim + kValueDim <= 128   ? 3
                                      : kKeyDim + kValueDim <= 320 ? 2
                                                                   : 1;
+template <int kKeyDim, int kValueDim>
+inline constexpr int kChosenBlocks = kKeyDim + kValueDim <= 256   ? 3
+                                     : kKeyDim + kValueDim <= 320 ? 2
+                                                                  : 1;
 template <int kValueDim>
 inline constexpr int kEstimateBlocks = kValueDim <= 64    ? 6
                                        : kValueDim <= 128 ? 3
@@ -92,7 +96,7 @@ __global__ void __launch_bounds__(kScoreWarps * 32, (kScoreBlocks<kKeyDim>))
 }
 
 template <typename T, int kKeyDim, int kValueDim>
-__global__ void __launch_bounds__(kAttendWarps * 32, (kAttendBlocks<kKeyDim, kValueDim>))
+__global__ void __launch_bounds__(kAttendWarps * 32, (kChosenBlocks<kKeyDim, kValueDim>))
     ChosenKernel(const __grid_constant__ StepHeader step) {
   ForPieces(&step.cursors[kTakenFinishPieces], step.cursors[kQueuedPieces],
             [&](uint32_t i, auto take) {
@@ -121,9 +125,9 @@ template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchPrepare(const StepHeader& step, bool beside_gate, cudaStream_t stream) {
   const PrepareBlocks parts(step);
   const uint32_t blocks = parts.tiles + parts.chunks + parts.uploads;
-  return LaunchBehind(
-      beside_gate, beside_gate ? PrepareKernel<T, kKeyDim, true> : PrepareKernel<T, kKeyDim, false>,
-      blocks, kPrepareWarps * 32, 0, stream, step);
+  return Launch({.kernel_before = beside_gate},
+                beside_gate ? PrepareKernel<T, kKeyDim, true> : PrepareKernel<T, kKeyDim, false>,
+                blocks, kPrepareWarps * 32, 0, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -135,7 +139,8 @@ cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, bool ov
   const auto kernel = ReadKernel<T, kKeyDim, kValueDim>;
   const cudaError_t error = AllowShared(kernel, kSharedBytes);
   if (error != cudaSuccess) return error;
-  return LaunchBehind(overlap, kernel, blocks, kAttendWarps * 32, kSharedBytes, stream, step);
+  return Launch({.kernel_before = overlap}, kernel, blocks, kAttendWarps * 32, kSharedBytes, stream,
+                step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -149,8 +154,8 @@ cudaError_t LaunchScore(const StepHeader& step, uint32_t multiprocessors, cudaSt
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchChosen(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
   return LaunchLarge(ChosenKernel<T, kKeyDim, kValueDim>,
-                     multiprocessors * kAttendBlocks<kKeyDim, kValueDim>, kAttendWarps * 32,
-                     kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
+                     multiprocessors * kChosenBlocks<kKeyDim, kValueDim>, kAttendWarps * 32,
+                     kChosenSharedBytes<T, kKeyDim, kValueDim>, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -161,8 +166,8 @@ cudaError_t LaunchEstimate(const StepHeader& step, bool all, cudaStream_t stream
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchMerge(const StepHeader& step, bool overlap, cudaStream_t stream) {
-  return LaunchBehind(overlap, MergeKernel<kValueDim>, step.units * step.group, kMergeThreads, 0,
-                      stream, step);
+  return Launch({.kernel_before = overlap}, MergeKernel<kValueDim>, step.units * step.group,
+                kMergeThreads, 0, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>

@@ -52,7 +52,8 @@ cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream);
 // launched so; neither need have ended.
 cudaError_t LaunchTreeGroups(const StepHeader& step, bool beside_gate, cudaStream_t stream);
 cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream);
-cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream);
+// overlap: leaves runs right before, and need not have ended.
+cudaError_t LaunchTreeChoose(const StepHeader& step, bool overlap, cudaStream_t stream);
 cudaError_t LaunchTreeEstimate(const StepHeader& step, cudaStream_t stream);
 // Of rows by mass.
 cudaError_t LaunchTreeWhole(const StepHeader& step, cudaStream_t stream);

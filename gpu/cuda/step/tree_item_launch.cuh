@@ -18,12 +18,12 @@ struct TreeKernel {
   uint32_t shared_bytes = 0;
 };
 
-// Launches kernel_of(ListedShape) of the step's channels, a thread block for each item. overlap: as
-// LaunchBehind's; thread blocks are then alone on a multiprocessor, if there are enough. The device
-// would put two on one while others are idle.
+// Launches kernel_of(ListedShape) of the step's channels, a thread block for each item. Thread
+// blocks that begin beside the kernel before have a multiprocessor each, if there are enough: the
+// device would put two on one while others are idle. These leave room for other streams' kernels.
 template <typename KernelOf>
 cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, KernelOf kernel_of,
-                             bool overlap = false) {
+                             LaunchBeside beside = {}) {
   cudaError_t error = cudaErrorInvalidValue;
   DispatchListedShape(
       [&](const KernelShape& listed) {
@@ -31,12 +31,14 @@ cudaError_t LaunchTreeKernel(const StepHeader& step, cudaStream_t stream, Kernel
       },
       [&]<typename Shape>(Shape shape) {
         const TreeKernel of = kernel_of(shape);
-        const uint32_t most = overlap ? SharedBytesAlone(of.shared_bytes) : of.shared_bytes;
+        const uint32_t most =
+            beside.kernel_before ? SharedBytesAlone(of.shared_bytes) : of.shared_bytes;
         error = AllowShared(of.kernel, most);  // another thread may launch it with that now
         if (error != cudaSuccess) return;
-        const bool alone = overlap && step.tree_items <= Multiprocessors();
-        error = LaunchBehind(overlap, of.kernel, step.tree_items, kTreeThreads,
-                             alone ? most : of.shared_bytes, stream, step);
+        const bool alone = beside.kernel_before && step.tree_items <= Multiprocessors();
+        beside.other_streams |= alone;
+        error = Launch(beside, of.kernel, step.tree_items, kTreeThreads,
+                       alone ? most : of.shared_bytes, stream, step);
       });
   return error;
 }

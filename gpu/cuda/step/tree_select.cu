@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     TreeSelectKernel(const __grid_constant__ StepHeader step) {
   const uint32_t number = blockIdx.x / CutBlocks::blocks();
   const RowRef* row = RowOfUnit(step, number);
+  WaitForKernelBefore();  // also where no unit is one of these: the next kernel waits for this one
   if (!Chooses(*row, TreeChoice::kByError)) return;
   const UnitPlace unit(step, row, number - row->first_unit);
   TreeSelector selector(step, unit, reinterpret_cast<TreeSelectMemory*>(block_memory));
@@ -218,8 +219,8 @@ __global__ void __launch_bounds__(kCutThreads, 2)
 cudaError_t LaunchTreeOpen(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeUnits<TreeSelectKernel<true>>(step, stream);
 }
-cudaError_t LaunchTreeChoose(const StepHeader& step, cudaStream_t stream) {
-  return LaunchTreeUnits<TreeSelectKernel<false>>(step, stream);
+cudaError_t LaunchTreeChoose(const StepHeader& step, bool overlap, cudaStream_t stream) {
+  return LaunchTreeUnits<TreeSelectKernel<false>>(step, stream, overlap);
 }
 
 }  // namespace attnd::gpu

@@ -8,15 +8,14 @@
 namespace attnd::gpu {
 
 cudaError_t LaunchTreeGroups(const StepHeader& step, bool beside_gate, cudaStream_t stream) {
-  return LaunchTreeKernel(
-      step, stream,
-      [&]<typename Shape>(Shape) -> TreeKernel {
-        constexpr int kDim = Shape::kHeadDim, kValueDim = Shape::kValueDim;
-        return {beside_gate ? TreeGroupsKernel<kDim, kValueDim, true>
-                            : TreeGroupsKernel<kDim, kValueDim, false>,
-                sizeof(GroupsMemory<kDim, kValueDim>)};
-      },
-      /*overlap=*/beside_gate);
+  return LaunchTreeKernel(step, stream,
+                          [&]<typename Shape>(Shape) -> TreeKernel {
+                            constexpr int kDim = Shape::kHeadDim, kValueDim = Shape::kValueDim;
+                            return {beside_gate ? TreeGroupsKernel<kDim, kValueDim, true>
+                                                : TreeGroupsKernel<kDim, kValueDim, false>,
+                                    sizeof(GroupsMemory<kDim, kValueDim>)};
+                          },
+                          {.kernel_before = beside_gate});
 }
 cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream) {
   return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
@@ -25,10 +24,13 @@ cudaError_t LaunchTreeLeaves(const StepHeader& step, cudaStream_t stream) {
   });
 }
 cudaError_t LaunchTreeEstimate(const StepHeader& step, cudaStream_t stream) {
-  return LaunchTreeKernel(step, stream, []<typename Shape>(Shape) -> TreeKernel {
-    return {TreeEstimateKernel<Shape::kHeadDim, Shape::kValueDim, TreeChoice::kByError>,
-            sizeof(EstimateMemory<Shape::kHeadDim, Shape::kValueDim>)};
-  });
+  return LaunchTreeKernel(
+      step, stream,
+      []<typename Shape>(Shape) -> TreeKernel {
+        return {TreeEstimateKernel<Shape::kHeadDim, Shape::kValueDim, TreeChoice::kByError>,
+                sizeof(EstimateMemory<Shape::kHeadDim, Shape::kValueDim>)};
+      },
+      {.other_streams = true});  // which read chosen tokens
 }
 
 }  // namespace attnd::gpu

@@ -64,16 +64,17 @@ inline UnitBlocks BlocksOfUnit(const UnitPlacing& placing, uint32_t units) {
   return {kCutBlocksMin, placing.beside.shared_bytes};
 }
 
-// Launches a kernel that works on the step's units.
+// Launches a kernel that works on the step's units. overlap: beside the end of the kernel before,
+// as LaunchBeside says.
 template <void (*kKernel)(StepHeader), uint32_t kSharedBytes = sizeof(TreeSelectMemory)>
-cudaError_t LaunchTreeUnits(const StepHeader& step, cudaStream_t stream) {
+cudaError_t LaunchTreeUnits(const StepHeader& step, cudaStream_t stream, bool overlap = false) {
   static const UnitPlacing kPlacing = PlacingOf(kKernel, kSharedBytes);
   const UnitBlocks unit = BlocksOfUnit(kPlacing, step.units);
   // Always the most: another thread may launch the kernel with it now.
   const cudaError_t error =
       AllowShared(kKernel, std::max(kSharedBytes, kPlacing.alone.shared_bytes));
   if (error != cudaSuccess) return error;
-  const ClusterLaunch launch(step.units, unit.blocks, kCutThreads, unit.shared_bytes, false,
+  const ClusterLaunch launch(step.units, unit.blocks, kCutThreads, unit.shared_bytes, overlap,
                              stream);
   return cudaLaunchKernelEx(&launch.config(), kKernel, step);
 }

@@ -201,7 +201,9 @@ struct cudaFuncAttributes {
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension,
   cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributePreferredSharedMemoryCarveout,
 };
+enum cudaSharedCarveout { cudaSharedmemCarveoutMaxShared = 100 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   union {
@@ -209,6 +211,7 @@ struct cudaLaunchAttribute {
       unsigned x, y, z;
     } clusterDim;
     int programmaticStreamSerializationAllowed;
+    unsigned sharedMemCarveout;
   } val;
 };
 struct cudaLaunchConfig_t {
