@@ -78,11 +78,12 @@ inline uint32_t SharedBytesAlone(uint32_t needed) {
 }
 
 template <typename... Parameters, typename... Args>
-cudaError_t LaunchLarge(void (*kernel)(Parameters...), dim3 blocks, uint32_t threads,
-                        uint32_t shared_bytes, cudaStream_t stream, const Args&... args) {
+cudaError_t LaunchLarge(LaunchBeside beside, void (*kernel)(Parameters...), dim3 blocks,
+                        uint32_t threads, uint32_t shared_bytes, cudaStream_t stream,
+                        const Args&... args) {
   const cudaError_t error = AllowShared(kernel, shared_bytes);
   if (error != cudaSuccess) return error;
-  return Launch(kernel, blocks, threads, shared_bytes, stream, args...);
+  return Launch(beside, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace attnd::gpu

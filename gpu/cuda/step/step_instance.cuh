@@ -135,32 +135,28 @@ cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, bool ov
                        cudaStream_t stream) {
   const uint32_t blocks =
       std::min(step.read_items, multiprocessors * kAttendBlocks<kKeyDim, kValueDim>);
-  constexpr uint32_t kSharedBytes = kAttendSharedBytes<kKeyDim, kValueDim>;
-  const auto kernel = ReadKernel<T, kKeyDim, kValueDim>;
-  const cudaError_t error = AllowShared(kernel, kSharedBytes);
-  if (error != cudaSuccess) return error;
-  return Launch({.kernel_before = overlap}, kernel, blocks, kAttendWarps * 32, kSharedBytes, stream,
-                step);
+  return LaunchLarge({.kernel_before = overlap}, ReadKernel<T, kKeyDim, kValueDim>, blocks,
+                     kAttendWarps * 32, kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchScore(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
   const uint32_t blocks = std::min((step.score_items + kScoreWarps - 1) / kScoreWarps,
                                    multiprocessors * kScoreBlocks<kKeyDim>);
-  return LaunchLarge(ScoreKernel<T, kKeyDim>, blocks, kScoreWarps * 32,
+  return LaunchLarge({}, ScoreKernel<T, kKeyDim>, blocks, kScoreWarps * 32,
                      kScoreWarps * kScoreWarpBytes<kKeyDim>, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchChosen(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
-  return LaunchLarge(ChosenKernel<T, kKeyDim, kValueDim>,
+  return LaunchLarge({}, ChosenKernel<T, kKeyDim, kValueDim>,
                      multiprocessors * kChosenBlocks<kKeyDim, kValueDim>, kAttendWarps * 32,
                      kChosenSharedBytes<T, kKeyDim, kValueDim>, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchEstimate(const StepHeader& step, bool all, cudaStream_t stream) {
-  return LaunchLarge(EstimateKernel<T, kValueDim>, step.estimate_pieces_max * step.tiles,
+  return LaunchLarge({}, EstimateKernel<T, kValueDim>, step.estimate_pieces_max * step.tiles,
                      kAttendWarps * 32, kEstimateSharedBytes<kValueDim>, stream, step, all);
 }
 
