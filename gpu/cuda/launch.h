@@ -17,8 +17,8 @@ struct LaunchBeside {
   // Nothing else of the stream may lie between the two.
   bool kernel_before = false;
   // Kernels of other streams, whose thread blocks shall have room on its multiprocessors. By itself
-  // the device gives these so much shared memory as the kernel's own thread blocks need, and the
-  // rest to the first-level cache.
+  // the device seems to give these as much shared memory as the kernel's own thread blocks need,
+  // and the rest to the first-level cache.
   bool other_streams = false;
 };
 
