@@ -112,8 +112,8 @@ class CudaStream : public Stream {
   static bool Fetches(const StepHeader& header);
 
   // Chosen tokens, and before them pages that come from host memory, beside the estimate of the
-  // rest, which comes first: its thread blocks take longer, and leave room for theirs. In a graph a
-  // kernel begins sooner behind one of its own stream.
+  // rest, which comes first: its thread blocks take longer (and by error over trees leave room for
+  // theirs). In a graph a kernel begins sooner behind one of its own stream.
   absl::Status Finish(const StepKernels& kernels, const StepHeader& header);
 
   const int device_;

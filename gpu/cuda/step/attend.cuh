@@ -95,7 +95,7 @@ __device__ __forceinline__ void AddValues(const WeightFragment& weights, Place p
   }
 }
 
-// Pages that a warp's ring holds.
+// Pages that a warp's ring holds, but of chosen tokens.
 template <int kKeyDim, int kValueDim>
 inline constexpr int kRingPages = kKeyDim + kValueDim <= 128   ? 4
                                   : kKeyDim + kValueDim == 320 ? 2
@@ -313,8 +313,9 @@ template <int kKeyDim, int kValueDim>
 inline constexpr uint32_t kAttendSharedBytes = std::max<uint32_t>(
     kAttendWarps*(kRingBytes<kKeyDim, kValueDim>), sizeof(MergeMemory<kValueDim>));
 
-// Of chosen tokens a ring holds as many pages as a warp has of most pieces: so more thread blocks
-// have room.
+// Of chosen tokens a ring holds as many pages as a warp has of most pieces: so at 128 channels more
+// thread blocks have room.
+static_assert(kChosenPieceTokens % (kPageRows * kAttendWarps) == 0);
 template <typename T, int kKeyDim, int kValueDim>
 using ChosenReader =
     PageReader<T, kKeyDim, kValueDim, int{kChosenPieceTokens / kPageRows / kAttendWarps}>;

@@ -290,8 +290,8 @@ __device__ __forceinline__ AskedLanes TreeErrors::AskLanes(const TreeLevel& leve
 #pragma unroll
   for (uint32_t k = 0; k < AskedLanes::kAtOnce; ++k) {
     const uint64_t at = uint64_t{min(first + k, step_.group - 1)} * level.stride + i;
-    scores.log_mass[k] = first + k < step_.group ? __ldg(level.log_mass + at) : -INFINITY;
-    scores.d2[k] = __ldg(level.d2 + at);
+    scores.log_mass[k] = first + k < step_.group ? level.log_mass[at] : -INFINITY;
+    scores.d2[k] = level.d2[at];
   }
   return scores;
 }

@@ -214,7 +214,7 @@ class LeavesWorker {
 template <int kDim, int kValueDim, bool kReopened>
 __global__ void __launch_bounds__(kTreeThreads, (kTreeBlocks<kDim, kValueDim>))
     TreeLeavesKernel(const __grid_constant__ StepHeader step) {
-  LetNextKernelStart();
+  LetNextKernelStart();  // choose, of rows by error
   const StoredWords<kDim> queries(step, blockIdx.x);
   const TreeItem item = ReadItem(step, blockIdx.x);
   if (kReopened && !IsReopened(step, item)) return;

@@ -85,8 +85,10 @@ struct TreeSelectMemory {
   SegmentSlots segments[kKnownSegments];
 };
 
+// By plain loads, as those of scores: the kernel before writes both while choose's thread blocks
+// may have begun.
 __device__ __forceinline__ TreeRowInfo InfoAt(const TreeLevel& level, uint32_t i) {
-  const float4 info = __ldg(reinterpret_cast<const float4*>(level.info) + i);
+  const float4 info = reinterpret_cast<const float4*>(level.info)[i];
   return {info.x, info.y, info.z, __float_as_uint(info.w)};
 }
 
