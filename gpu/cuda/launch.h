@@ -22,6 +22,13 @@ struct LaunchBeside {
   bool other_streams = false;
 };
 
+// Adds the attribute of a launch beside the kernel before; `attrs` has room for it.
+inline void AddOverlap(cudaLaunchConfig_t* config) {
+  cudaLaunchAttribute& attribute = config->attrs[config->numAttrs++];
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+}
+
 template <typename... Parameters, typename... Args>
 cudaError_t Launch(LaunchBeside beside, void (*kernel)(Parameters...), dim3 blocks,
                    uint32_t threads, uint32_t shared_bytes, cudaStream_t stream,
@@ -33,11 +40,7 @@ cudaError_t Launch(LaunchBeside beside, void (*kernel)(Parameters...), dim3 bloc
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  if (beside.kernel_before) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
+  if (beside.kernel_before) AddOverlap(&config);
   if (beside.other_streams) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributePreferredSharedMemoryCarveout;

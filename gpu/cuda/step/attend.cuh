@@ -100,10 +100,6 @@ template <int kKeyDim, int kValueDim>
 inline constexpr int kRingPages = kKeyDim + kValueDim <= 128   ? 4
                                   : kKeyDim + kValueDim == 320 ? 2
                                                                : 3;
-template <int kKeyDim, int kValueDim>
-inline constexpr uint32_t kRingBytes = (kRingPages<kKeyDim, kValueDim>)*kPageRows*(kKeyDim +
-                                                                                   kValueDim) *
-                                       2;
 
 // Attention of a warp over every so many pages of a piece.
 template <typename T, int kKeyDim, int kValueDim, int kBuffers = kRingPages<kKeyDim, kValueDim>>
@@ -309,9 +305,10 @@ struct EstimateSums {
   float dropped = 0;
 };
 
-template <int kKeyDim, int kValueDim>
-inline constexpr uint32_t kAttendSharedBytes = std::max<uint32_t>(
-    kAttendWarps*(kRingBytes<kKeyDim, kValueDim>), sizeof(MergeMemory<kValueDim>));
+// Of a thread block whose warps read by a Reader.
+template <typename Reader, int kValueDim>
+inline constexpr uint32_t kReaderSharedBytes = std::max<uint32_t>(kAttendWarps* Reader::kRingBytes,
+                                                                  sizeof(MergeMemory<kValueDim>));
 
 // Of chosen tokens a ring holds as many pages as a warp has of most pieces: so at 128 channels more
 // thread blocks have room.
@@ -319,9 +316,6 @@ static_assert(kChosenPieceTokens % (kPageRows * kAttendWarps) == 0);
 template <typename T, int kKeyDim, int kValueDim>
 using ChosenReader =
     PageReader<T, kKeyDim, kValueDim, int{kChosenPieceTokens / kPageRows / kAttendWarps}>;
-template <typename T, int kKeyDim, int kValueDim>
-inline constexpr uint32_t kChosenSharedBytes = std::max<uint32_t>(
-    kAttendWarps* ChosenReader<T, kKeyDim, kValueDim>::kRingBytes, sizeof(MergeMemory<kValueDim>));
 
 // This warp's ring.
 __device__ __forceinline__ uint32_t WarpRing(uint32_t ring_bytes) {
@@ -415,9 +409,9 @@ __device__ void ReadPiece(const StepHeader& step, const UnitPlace& unit, uint32_
   WarpState<kValueDim> state;
   if (source.begin < source.end) {
     const uint64_t tile_number = uint64_t{unit.unit} * step.tiles_max + tile;
-    PageReader<T, kKeyDim, kValueDim> reader(
-        source, step.query_fragments + tile_number * TileFragmentWords(kKeyDim), lane_end,
-        WarpRing(kRingBytes<kKeyDim, kValueDim>));
+    using Reader = PageReader<T, kKeyDim, kValueDim>;
+    Reader reader(source, step.query_fragments + tile_number * TileFragmentWords(kKeyDim), lane_end,
+                  WarpRing(Reader::kRingBytes));
     reader.Run(threadIdx.x / 32, kAttendWarps, &state);
   }
   read();

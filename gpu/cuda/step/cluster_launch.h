@@ -27,11 +27,7 @@ class ClusterLaunch {
       attribute.id = cudaLaunchAttributeClusterDimension;
       attribute.val.clusterDim = {blocks, 1, 1};
     }
-    if (overlap) {
-      auto& attribute = attributes_[config_.numAttrs++];
-      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attribute.val.programmaticStreamSerializationAllowed = 1;
-    }
+    if (overlap) AddOverlap(&config_);
     config_.gridDim = clusters * blocks;
     config_.blockDim = threads;
     config_.dynamicSmemBytes = shared_bytes;

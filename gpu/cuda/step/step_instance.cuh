@@ -135,8 +135,9 @@ cudaError_t LaunchRead(const StepHeader& step, uint32_t multiprocessors, bool ov
                        cudaStream_t stream) {
   const uint32_t blocks =
       std::min(step.read_items, multiprocessors * kAttendBlocks<kKeyDim, kValueDim>);
-  return LaunchLarge({.kernel_before = overlap}, ReadKernel<T, kKeyDim, kValueDim>, blocks,
-                     kAttendWarps * 32, kAttendSharedBytes<kKeyDim, kValueDim>, stream, step);
+  return LaunchLarge(
+      {.kernel_before = overlap}, ReadKernel<T, kKeyDim, kValueDim>, blocks, kAttendWarps * 32,
+      kReaderSharedBytes<PageReader<T, kKeyDim, kValueDim>, kValueDim>, stream, step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>
@@ -151,7 +152,8 @@ template <typename T, int kKeyDim, int kValueDim>
 cudaError_t LaunchChosen(const StepHeader& step, uint32_t multiprocessors, cudaStream_t stream) {
   return LaunchLarge({}, ChosenKernel<T, kKeyDim, kValueDim>,
                      multiprocessors * kChosenBlocks<kKeyDim, kValueDim>, kAttendWarps * 32,
-                     kChosenSharedBytes<T, kKeyDim, kValueDim>, stream, step);
+                     kReaderSharedBytes<ChosenReader<T, kKeyDim, kValueDim>, kValueDim>, stream,
+                     step);
 }
 
 template <typename T, int kKeyDim, int kValueDim>

@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kCutThreads, 2)
     TreeSelectKernel(const __grid_constant__ StepHeader step) {
   const uint32_t number = blockIdx.x / CutBlocks::blocks();
   const RowRef* row = RowOfUnit(step, number);
-  WaitForKernelBefore();  // before any return: later kernels rely on this one's end for leaves',
-                          // too
+  // Before any return: later kernels rely on this one's end for that of leaves, too.
+  WaitForKernelBefore();
   if (!Chooses(*row, TreeChoice::kByError)) return;
   const UnitPlace unit(step, row, number - row->first_unit);
   TreeSelector selector(step, unit, reinterpret_cast<TreeSelectMemory*>(block_memory));
