@@ -41,6 +41,8 @@ void StoreRelaxed(unsigned* word, unsigned value) {
 unsigned long long LoadAcquire(const unsigned long long* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
+void AwaitStream() {}
+void LetNextKernelStart() {}
 void Pause(unsigned) { std::this_thread::yield(); }
 void StoreRelease(unsigned* word, unsigned value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
@@ -86,7 +88,7 @@ extern "C" unsigned size_of(unsigned index) {
                                  sizeof(Begin),
                                  sizeof(Control),
                                  sizeof(PassWords),
-                                 offsetof(PassWords, failure),
+                                 offsetof(Pass, failure),
                                  sizeof(Control::ends)};
   return kSizes[index];
 }

@@ -14,7 +14,8 @@ from attnd.cuda import captures
 from attnd.cuda.compiler import compile_layer
 from attnd.cuda.context import Context
 from attnd.cuda.errors import CudaError
-from attnd.cuda.gpu import THREADS, DeviceTensor
+from attnd.cuda.gpu import DeviceTensor
+from attnd.cuda.launch import OVERLAP_CAPABILITY, launch
 
 _NOT_READY = 600
 # CUmemAllocationHandleType, CUmemLocationType and CUmemAccess_flags.
@@ -105,6 +106,7 @@ class CudaGpu:
             self.words(1)  # makes the context, if this is the first use
             self._context = Context(library)
         capability = torch.cuda.get_device_capability(self._device)
+        self._overlaps = capability >= OVERLAP_CAPABILITY
         self._kernels = _loaded.of(
             self._context, lambda: compile_layer(capability, _cuda_major(torch))
         )
@@ -212,15 +214,8 @@ class CudaGpu:
         return status.value != 0
 
     def launch(self, kernel: str, parameters: ctypes.Structure, blocks: int, stream: int) -> None:
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))  # copied by the call
-        self._context.call(
-            "cuLaunchKernel",
-            self._kernels[kernel],
-            *map(ctypes.c_uint, (blocks, 1, 1, THREADS, 1, 1, 0)),
-            ctypes.c_void_p(stream),
-            pointers,
-            None,
-        )
+        overlaps = self._overlaps and kernel == "attnd_layer"
+        launch(self._context, self._kernels[kernel], parameters, blocks, stream, overlaps=overlaps)
 
     def busy(self, stream: int) -> bool:
         query = self._context.call("cuStreamQuery", ctypes.c_void_p(stream), allowed=(_NOT_READY,))

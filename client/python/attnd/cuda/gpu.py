@@ -96,7 +96,8 @@ class Gpu(Protocol):
         """Whether the current stream is captured into a graph."""
 
     def launch(self, kernel: str, parameters: ctypes.Structure, blocks: int, stream: int) -> None:
-        """Enqueues a kernel of layer.cu, with THREADS threads a thread block."""
+        """Enqueues a kernel of layer.cu, with THREADS threads a thread block. A layer's may begin
+        beside the end of the stream's kernel before it."""
 
     def busy(self, stream: int) -> bool:
         """Whether the stream has work before it.

@@ -36,8 +36,13 @@
 // this is whole, and ordered as if it had been written alone, is the GPU's doing, not PTX's
 // promise.
 //
-// PassWords change in attnd_begin and by the last thread block to arrive, when all others have read
-// what they need; `arrived`, which all count up, is an atomic. The stream orders kernels.
+// A Pass changes in attnd_begin and by the last thread block to arrive, when all others have read
+// it; `arrived`, which all count up, is an atomic. The stream orders kernels.
+//
+// A model waits for each layer's kernel, from its first instruction to its last. So it is launched
+// to be there when the kernel before it ends (AwaitStream); a thread asks for its first share of q,
+// k and v before it knows whether there is a pass; and an answer is noted while it is copied, as
+// the end of a kernel waits for its writes over PCIe, too.
 //
 // Words that an earlier pass left are never taken for a turn: a layer's epoch is first_epoch, which
 // attnd_begin writes in stream order, plus the layer. The answer word counts upwards modulo 2^32.
@@ -68,6 +73,19 @@ __device__ unsigned long long LoadAcquire(const unsigned long long* word) {
   unsigned long long value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
+}
+// Ends when all that the stream had before this kernel has: it may have been launched to begin
+// beside that (launch.py).
+__device__ void AwaitStream() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
+// The stream's next kernel may begin now, if it was launched so; it waits itself.
+__device__ void LetNextKernelStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
 }
 // Ends after some such time.
 __device__ void Pause(unsigned nanos) { __nanosleep(nanos); }
@@ -115,7 +133,7 @@ enum Failure : u32 {
 };
 
 // In GPU memory, one a session, all zero at first.
-struct PassWords {
+struct alignas(16) Pass {
   u32 open;  // 0: no pass, or its last layer is done
   u32 first_epoch;
   u32 layers;
@@ -124,10 +142,13 @@ struct PassWords {
   u32 new_tokens;
   u32 failure;  // the pass's first Failure: nothing that was computed from its answers is of any
                 // use
-  u32 arrived;  // thread blocks of the kernel that runs
   u32 want_lse;
   u32 end;      // of Control::ends, the pass's own
   u32 in_twin;  // turns are taken in the region's twin, too
+};
+struct PassWords {
+  Pass pass;
+  u32 arrived;  // thread blocks of the kernel that runs
 };
 
 // Passes whose ends the host may still have to look at when the stream goes on: the newest, and the
@@ -146,8 +167,9 @@ struct Control {
   // Written by the host: 2^32 + first_epoch of a pass that is given up, with all before it.
   u64 abort;
   u64 padding[7];
-  // Written by the GPU. `done` last: the epoch of the last layer whose kernel has come to its end.
-  // (The host writes it where it is of so long ago that it would count as a later pass's.)
+  // Written by the GPU. `done` last: the epoch of the last layer that has its answer, and of a pass's
+  // last layer, or one without an answer, that has written out, too. (The host writes it where it
+  // is of so long ago that it would count as a later pass's.)
   u32 done;
   PassEnd ends[kPassesMax];
 };
@@ -197,14 +219,13 @@ struct Begin {
 constexpr u32 kNan = 0x7FFF7FFF;
 // Loads that a thread has under way at once.
 constexpr u32 kBatch = 4;
-// Between two looks at the answer word: the first ones, some 40 us of them (60 where the twin is
-// looked at, too), within which few answers come; and later ones. Half of it is what an answer
-// waits in the mean.
+// Between two looks at the region's answer word: the first ones, some 40 us of them, within which
+// few answers come; and later ones. Half of it is what an answer waits in the mean.
 constexpr u32 kFirstLooks = 16;
 constexpr u32 kFirstPauseNanos = 1000;
 constexpr u32 kPauseNanos = 300;
-// Looks at the twin's answer word, some .7 us each, in place of the later ones' pause.
-constexpr u32 kTwinLooks = 2;
+// Looks at the twin's answer word, some .7 us each, in place of the pause.
+constexpr u32 kTwinLooks = 8;
 // Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
 
@@ -230,49 +251,98 @@ struct Team {
   u32 blocks, block;
 };
 
-// This thread's part of `quads` quads, kBatch at a time: all loads before the stores.
+// A thread's share of quads that lie in a row, kBatch of them at a time.
+struct Share {
+  u32 first, step;
+  ATTND_DEVICE explicit Share(const Team& team)
+      : first(team.block * Threads() + Thread()), step(team.blocks * Threads()) {}
+};
+struct Batch {
+  Quad quads[kBatch];
+
+  template <typename Load>
+  ATTND_DEVICE void From(u32 first, u32 step, u32 end, Load load) {
+#pragma unroll
+    for (u32 i = 0; i < kBatch; ++i) {
+      if (first + i * step < end) quads[i] = load(first + i * step);
+    }
+  }
+  template <typename Store>
+  ATTND_DEVICE void To(u32 first, u32 step, u32 end, Store store) const {
+#pragma unroll
+    for (u32 i = 0; i < kBatch; ++i) {
+      if (first + i * step < end) store(first + i * step, quads[i]);
+    }
+  }
+};
+
+// This thread's part of `quads` quads: all loads of a batch before its stores.
 template <typename Load, typename Store>
 ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
-  const u32 step = team.blocks * Threads();
-  for (u32 first = team.block * Threads() + Thread(); first < quads; first += kBatch * step) {
-    Quad values[kBatch];
-#pragma unroll
-    for (u32 i = 0; i < kBatch; ++i) {
-      if (first + i * step < quads) values[i] = load(first + i * step);
-    }
-#pragma unroll
-    for (u32 i = 0; i < kBatch; ++i) {
-      if (first + i * step < quads) store(first + i * step, values[i]);
-    }
+  const Share share(team);
+  for (u32 first = share.first; first < quads; first += kBatch * share.step) {
+    Batch batch;
+    batch.From(first, share.step, quads, load);
+    batch.To(first, share.step, quads, store);
   }
 }
 
-// To the region, or to its twin. One copy of all three: what a thread has of each is on its way at
-// once.
-ATTND_DEVICE void CopyIn(const Layer& layer, u64 to, const Team& team, const PassWords& pass) {
-  const u32 q = Quads(layer.q, pass.query_tokens), k = Quads(layer.k, pass.new_tokens);
-  const u32 v = Quads(layer.v, pass.new_tokens);
-  Copy(
-      team, q + k + v,
-      [&](u32 i) {
-        if (i < q) return *QuadOf(layer.q, i);
-        return i < q + k ? *QuadOf(layer.k, i - q) : *QuadOf(layer.v, i - q - k);
-      },
-      [&](u32 i, const Quad& value) {
-        if (i < q) {
-          At<Quad>(to + layer.at.q)[i] = value;
-        } else if (i < q + k) {
-          At<Quad>(to + layer.at.k)[i - q] = value;
-        } else {
-          At<Quad>(to + layer.at.v)[i - q - k] = value;
-        }
-      });
-}
+// The quads of q, k and v, one tensor behind the other, each with all of its rows.
+class Inputs {
+ public:
+  ATTND_DEVICE explicit Inputs(const Layer& layer)
+      : layer_(layer),
+        k_(Quads(layer.q, layer.q.rows)),
+        v_(k_ + Quads(layer.k, layer.k.rows)),
+        end_(v_ + Quads(layer.v, layer.v.rows)) {}
+
+  // Of all three at once. What is there of a thread's first batch need not be of a pass.
+  ATTND_DEVICE Batch FirstOf(const Team& team) const {
+    const Share share(team);
+    Batch batch;
+    batch.From(share.first, share.step, end_, [&](u32 i) { return Load(i); });
+    return batch;
+  }
+  // To the region, or to its twin, the pass's rows. first: FirstOf the same team.
+  ATTND_DEVICE void CopyTo(u64 to, const Team& team, const Pass& pass, const Batch& first) const {
+    const Share share(team);
+    const auto store = [&](u32 i, const Quad& quad) { Store(to, pass, i, quad); };
+    first.To(share.first, share.step, end_, store);
+    for (u32 at = share.first + kBatch * share.step; at < end_; at += kBatch * share.step) {
+      Batch batch;
+      batch.From(at, share.step, end_, [&](u32 i) { return Load(i); });
+      batch.To(at, share.step, end_, store);
+    }
+  }
+
+ private:
+  ATTND_DEVICE Quad Load(u32 i) const {
+    if (i < k_) return *QuadOf(layer_.q, i);
+    return i < v_ ? *QuadOf(layer_.k, i - k_) : *QuadOf(layer_.v, i - v_);
+  }
+  ATTND_DEVICE void Store(u64 to, const Pass& pass, u32 i, const Quad& quad) const {
+    if (i < k_) {
+      StoreOf(layer_.q, pass.query_tokens, to + layer_.at.q, i, quad);
+    } else if (i < v_) {
+      StoreOf(layer_.k, pass.new_tokens, to + layer_.at.k, i - k_, quad);
+    } else {
+      StoreOf(layer_.v, pass.new_tokens, to + layer_.at.v, i - v_, quad);
+    }
+  }
+  static ATTND_DEVICE void StoreOf(const Tensor& tensor, u32 rows, u64 to, u32 i,
+                                   const Quad& quad) {
+    if (i < Quads(tensor, rows)) At<Quad>(to)[i] = quad;
+  }
+
+  const Layer& layer_;
+  const u32 k_, v_, end_;  // the first quads of k and v, and the end
+};
 
 // By one thread block, as FillAnswer is. from: the region, or its twin.
-ATTND_DEVICE void CopyAnswer(const Layer& layer, u64 from, u32 rows) {
+ATTND_DEVICE void CopyAnswer(const Layer& layer, const Pass& pass, u64 from) {
   // What an earlier pass left in the region is no lse of this one.
-  const bool want_lse = layer.lse != 0 && At<PassWords>(layer.words)->want_lse != 0;
+  const bool want_lse = layer.lse != 0 && pass.want_lse != 0;
+  const u32 rows = pass.query_tokens;
   const u32 words = layer.lse != 0 ? rows * layer.lse_heads : 0;
   const auto lse = [&](u32 i) {
     return want_lse && i < words ? LoadHost(At<u32>(from + layer.at.lse) + i) : kNan;
@@ -300,15 +370,14 @@ ATTND_DEVICE void FillAnswer(const Layer& layer, u32 first_row, u32 value) {
   for (; i < words; i += Threads()) At<u32>(layer.lse)[i] = value;
 }
 
-// Whether the layer may have a turn. All thread blocks find the same.
-ATTND_DEVICE u32 Admit(const Layer& layer) {
-  const PassWords& words = *At<PassWords>(layer.words);
-  if (!words.open) return kNoPass;
-  if (words.failure != kNone) return words.failure;
-  if (layer.layer != words.next_layer || layer.layer >= words.layers) return kOrder;
-  const bool short_of = layer.q.rows < words.query_tokens || layer.out.rows < words.query_tokens ||
-                        layer.k.rows < words.new_tokens ||
-                        (layer.v.row_bytes > 0 && layer.v.rows < words.new_tokens);
+// Whether the layer may have a turn. All threads find the same.
+ATTND_DEVICE u32 Admit(const Layer& layer, const Pass& pass) {
+  if (!pass.open) return kNoPass;
+  if (pass.failure != kNone) return pass.failure;
+  if (layer.layer != pass.next_layer || layer.layer >= pass.layers) return kOrder;
+  const bool short_of = layer.q.rows < pass.query_tokens || layer.out.rows < pass.query_tokens ||
+                        layer.k.rows < pass.new_tokens ||
+                        (layer.v.row_bytes > 0 && layer.v.rows < pass.new_tokens);
   return short_of ? kTokens : kNone;
 }
 
@@ -323,15 +392,11 @@ ATTND_DEVICE bool ArrivesLast(PassWords* words) {
   return true;
 }
 
-ATTND_DEVICE u32 EpochOf(const Layer& layer) {
-  return At<PassWords>(layer.words)->first_epoch + layer.layer;
-}
-
 // Rings in the twin. What its answer word was left at may be of any time, as the server does not
 // write it in each pass: 2^32 epochs later it would be taken for this layer's answer.
-ATTND_DEVICE void RingInTwin(const Layer& layer) {
-  StoreRelaxed(At<u32>(layer.twin + kAnswerAt), EpochOf(layer) - 1);
-  StoreRelease(At<u32>(layer.twin + kRingAt), EpochOf(layer));
+ATTND_DEVICE void RingInTwin(const Layer& layer, u32 epoch) {
+  StoreRelaxed(At<u32>(layer.twin + kAnswerAt), epoch - 1);
+  StoreRelease(At<u32>(layer.twin + kRingAt), epoch);
 }
 
 // Whether the twin has the answer by now, in so many looks.
@@ -344,15 +409,13 @@ ATTND_DEVICE bool IsAnsweredInTwin(const Layer& layer, u32 epoch, u32 looks) {
 
 // One thread, when q, k and v are in the region. in_twin: and have been rung for in its twin.
 // answered_in: the region or its twin, if there is an answer.
-ATTND_DEVICE u32 TakeTurn(const Layer& layer, bool in_twin, u64* answered_in) {
-  const PassWords& words = *At<PassWords>(layer.words);
-  const u32 epoch = EpochOf(layer);
+ATTND_DEVICE u32 TakeTurn(const Layer& layer, const Pass& pass, bool in_twin, u64* answered_in) {
+  const u32 epoch = pass.first_epoch + layer.layer;
   StoreRelease(At<u32>(layer.region + kRingAt), epoch);
   // The server never tells of a pass's last layer there.
-  const u32 twin_looks = in_twin && layer.layer + 1 < words.layers ? kTwinLooks : 0;
+  const u32 twin_looks = in_twin && layer.layer + 1 < pass.layers ? kTwinLooks : 0;
   const u64 start = Nanos();
   for (u32 looks = 1;; ++looks) {
-    const bool early = looks < kFirstLooks;
     if (IsAnsweredInTwin(layer, epoch, twin_looks)) {
       *answered_in = layer.twin;
       return kNone;
@@ -365,36 +428,39 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer, bool in_twin, u64* answered_in) {
     if (ahead < 1u << 31) return kOver;
     if (looks % kLooksPerAbort == 0) {
       const u64 abort = LoadAcquire(&At<Control>(layer.control)->abort);
-      const u32 behind = static_cast<u32>(abort) - words.first_epoch;
+      const u32 behind = static_cast<u32>(abort) - pass.first_epoch;
       if (abort >> 32 != 0 && behind < 1u << 31) return kAborted;
       if (Nanos() - start > layer.limit_nanos) return kLate;
     }
-    if (early || twin_looks == 0) Pause(early ? kFirstPauseNanos : kPauseNanos);
+    if (twin_looks == 0) Pause(looks < kFirstLooks ? kFirstPauseNanos : kPauseNanos);
   }
 }
 
-// One thread, when out and lse are written. answered_in: TakeTurn's.
-ATTND_DEVICE void EndLayer(const Layer& layer, u32 failure, u64 answered_in) {
-  PassWords* const words = At<PassWords>(layer.words);
+// One thread, before out is written, of a layer with an answer that is not the pass's last.
+ATTND_DEVICE void NoteAnswer(const Layer& layer, const Pass& pass) {
+  At<PassWords>(layer.words)->pass.next_layer = layer.layer + 1;
+  StoreRelaxed(&At<Control>(layer.control)->done, pass.first_epoch + layer.layer);
+}
+
+// One thread, when out and lse are written, of a layer without an answer or a pass's last one.
+// answered_in: TakeTurn's.
+ATTND_DEVICE void EndLayer(const Layer& layer, const Pass& pass, u32 failure, u64 answered_in) {
+  Pass* const words = &At<PassWords>(layer.words)->pass;
   Control* const control = At<Control>(layer.control);
-  PassEnd* const end = &control->ends[words->end];
-  if (failure != kNone && words->failure == kNone) {
+  PassEnd* const end = &control->ends[pass.end];
+  if (failure != kNone && pass.failure == kNone) {
     words->failure = failure;
     end->failure = failure;
     end->failed_layer = layer.layer;
   }
-  if (!words->open) return;
+  if (!pass.open) return;
   words->next_layer = layer.layer + 1;
-  const u32 done = words->first_epoch + layer.layer;
-  if (words->next_layer < words->layers && failure == kNone) {
-    return StoreRelaxed(&control->done, done);
-  }
-  if (words->next_layer >= words->layers) {
+  if (layer.layer + 1 >= pass.layers) {
     words->open = 0;
     // Nothing writes the word anew before the next pass's first ring.
     if (failure == kNone) end->failed_rows = LoadHost(At<u32>(answered_in + kAnswerAt) + 1);
   }
-  StoreRelease(&control->done, done);
+  StoreRelease(&control->done, pass.first_epoch + layer.layer);
 }
 
 // What the threads of a thread block share.
@@ -405,43 +471,49 @@ struct Shared {
 };
 
 ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
+  const Team all = {Blocks(), Block()}, alone = {1, 0};
   PassWords* const words = At<PassWords>(layer.words);
-  const u32 query_tokens = words->query_tokens;
-  const bool in_twin = layer.twin != 0 && words->in_twin != 0;
-  if (Thread() == 0) shared->failure = Admit(layer);
-  Barrier();
-  u32 failure = shared->failure;
-  if (failure == kNone) {
-    CopyIn(layer, in_twin ? layer.twin : layer.region, {Blocks(), Block()}, *words);
-  }
+  const Inputs inputs(layer);
+  AwaitStream();
+  const Pass pass = words->pass;
+  const Batch first = inputs.FirstOf(all);  // on its way beside the pass's words
+  const bool in_twin = layer.twin != 0 && pass.in_twin != 0;
+  u32 failure = Admit(layer, pass);
+  if (failure == kNone) inputs.CopyTo(in_twin ? layer.twin : layer.region, all, pass, first);
   Barrier();
   if (Thread() == 0) {
     shared->last = ArrivesLast(words);
-    if (shared->last && failure == kNone && in_twin) RingInTwin(layer);
+    if (shared->last && failure == kNone && in_twin) {
+      RingInTwin(layer, pass.first_epoch + layer.layer);
+    }
   }
   Barrier();
   if (!shared->last) return;
   // While the server's GPU begins with what is in the twin.
-  if (failure == kNone && in_twin) CopyIn(layer, layer.region, {1, 0}, *words);
+  if (failure == kNone && in_twin) inputs.CopyTo(layer.region, alone, pass, inputs.FirstOf(alone));
   Barrier();
-  if (Thread() == 0 && failure == kNone) {
-    shared->failure = TakeTurn(layer, in_twin, &shared->answered_in);
+  if (Thread() == 0) {
+    if (failure == kNone) failure = TakeTurn(layer, pass, in_twin, &shared->answered_in);
+    shared->failure = failure;
+    if (failure == kNone && layer.layer + 1 < pass.layers) NoteAnswer(layer, pass);
   }
   Barrier();
   failure = shared->failure;
+  LetNextKernelStart();  // not before: what waits takes the place of the server's kernels
   if (failure == kNone) {
-    CopyAnswer(layer, shared->answered_in, query_tokens);
-    FillAnswer(layer, query_tokens, 0);  // rows that pad a batch
+    CopyAnswer(layer, pass, shared->answered_in);
+    FillAnswer(layer, pass.query_tokens, 0);  // rows that pad a batch
+    if (layer.layer + 1 < pass.layers) return;
   } else {
     FillAnswer(layer, 0, kNan);
   }
   Barrier();
-  if (Thread() == 0) EndLayer(layer, failure, shared->answered_in);
+  if (Thread() == 0) EndLayer(layer, pass, failure, shared->answered_in);
 }
 
 // One thread.
 ATTND_DEVICE void RunBegin(const Begin& begin) {
-  PassWords* const words = At<PassWords>(begin.words);
+  Pass* const words = &At<PassWords>(begin.words)->pass;
   Control* const control = At<Control>(begin.control);
   // The stream has come to this pass with layers of the one before missing.
   if (words->open && words->failure == kNone) {

@@ -22,8 +22,9 @@ class Failure(enum.IntEnum):
 
 
 # PassWords: how many, and which of them is `failure`.
-PASS_WORDS = 11
+PASS_WORDS = 16
 FAILURE_WORD = 6
+
 
 class PassEnd(ctypes.Structure):
     """How a pass's layers ended."""
