@@ -84,11 +84,7 @@ extern "C" void emulate_attnd_begin(const Begin* begin, unsigned, unsigned) { Ru
 
 // What structs.py has, too.
 extern "C" unsigned size_of(unsigned index) {
-  constexpr unsigned kSizes[] = {sizeof(Layer),
-                                 sizeof(Begin),
-                                 sizeof(Control),
-                                 sizeof(PassWords),
-                                 offsetof(Pass, failure),
-                                 sizeof(Control::ends)};
+  constexpr unsigned kSizes[] = {sizeof(Layer),     sizeof(Begin),           sizeof(Control),
+                                 sizeof(PassWords), offsetof(Pass, failure), sizeof(Control::ends)};
   return kSizes[index];
 }

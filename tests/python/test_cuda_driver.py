@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import struct
 import threading
 from types import SimpleNamespace
 
@@ -28,6 +29,8 @@ class TwoGpus:
         capturing: streams that are captured.
         refuses: functions that return REFUSED.
         registered: addresses of host memory.
+        launched: the sizes of each launch, in CUlaunchConfig's order, its stream, and the bytes of its
+            attributes.
         full: whether there is no memory left on the GPUs.
     """
 
@@ -36,6 +39,7 @@ class TwoGpus:
         self.capturing: set[int] = set()
         self.refuses: set[str] = set()
         self.registered: list[int] = []
+        self.launched: list[tuple[list[int], int, bytes]] = []
         self.full = False
         self.int32 = "int32"
         self.version = SimpleNamespace(cuda="12.8")
@@ -147,6 +151,13 @@ class TwoGpus:
         uuid.raw = bytes([device.value]) * 16
         return self._answer("cuDeviceGetUuid_v2")
 
+    def cuLaunchKernelEx(self, config, kernel, parameters, extra) -> int:  # noqa: N802
+        # CUlaunchConfig and CUlaunchAttribute, as cuda.h lays them out.
+        bytes_ = ctypes.string_at(ctypes.addressof(config._obj), 56)
+        *dims, stream, attributes, count = struct.unpack("<7I4x2QI4x", bytes_)
+        self.launched.append((dims, stream, ctypes.string_at(attributes, 72 * count)))
+        return self._answer("cuLaunchKernelEx")
+
     def __getattr__(self, name: str):
         if not name.startswith("cu"):
             raise AttributeError(name)
@@ -233,6 +244,21 @@ def test_a_gpu_s_kernels_are_loaded_once(two):
     assert two.called.count(("cuModuleLoadData", 1)) == 1
     driver.CudaGpu("cuda:0")
     assert two.called.count(("cuModuleLoadData", 0)) == 1
+
+
+@pytest.mark.parametrize(("capability", "overlaps"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_a_layer_begins_beside_the_kernel_before(two, capability, overlaps):
+    """Where the GPU can: by CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, which is 6. The pass's
+    first kernel, which does not wait, never does."""
+    two.cuda.get_device_capability = lambda device: capability
+    gpu = driver.CudaGpu("cuda:1")
+    gpu.launch("attnd_begin", structs.Begin(), 1, gpu.stream())
+    gpu.launch("attnd_layer", structs.Layer(), 5, gpu.stream())
+    attribute = struct.pack("<2I2I56x", 6, 0, 1, 0)
+    assert two.launched == [
+        ([1, 1, 1, 1024, 1, 1, 0], 201, b""),
+        ([5, 1, 1, 1024, 1, 1, 0], 201, attribute if overlaps else b""),
+    ]
 
 
 def test_a_full_gpu_is_an_error_of_cuda(two):

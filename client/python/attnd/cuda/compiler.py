@@ -67,7 +67,11 @@ def compile_layer(capability: tuple[int, int], major: int) -> bytes:
         "creating a program",
     )
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        options = [
+            f"--gpu-architecture={architecture}".encode(),
+            b"--std=c++17",
+            b"--include-path=" + os.fsencode(SOURCE.parent),
+        ]
         code = nvrtc.nvrtcCompileProgram(
             program, len(options), (ctypes.c_char_p * len(options))(*options)
         )

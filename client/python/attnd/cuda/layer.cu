@@ -3,8 +3,8 @@
 // attnd_layer: one layer of a pass over shared memory, as a kernel of the client's stream.
 // attnd_begin: the first kernel of a pass.
 //
-// NVRTC compiles this file when a session is made (compiler.py); the structs are those of
-// structs.py. The tests compile it as C++ and run it on the CPU (tests/python/emulated_layer.cc).
+// NVRTC compiles this file when a session is made (compiler.py). The tests compile it as C++ and
+// run it on the CPU (tests/python/emulated_layer.cc).
 //
 // A kernel of a layer has a few thread blocks. Each copies a part of q, k and v into the region and
 // arrives. The last to arrive rings, waits for the answer and copies out and lse to GPU memory; the
@@ -49,171 +49,13 @@
 // An answer beyond the epoch says that the server is done with the pass.
 
 #if defined(__CUDACC__)
-namespace {
-typedef uint4 Quad;
-__device__ unsigned Thread() { return threadIdx.x; }
-__device__ unsigned Threads() { return blockDim.x; }
-__device__ unsigned Block() { return blockIdx.x; }
-__device__ unsigned Blocks() { return gridDim.x; }
-__device__ void Barrier() { __syncthreads(); }
-// Not __threadfence_system(), which also puts all fences into one order and takes longer.
-__device__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
-__device__ unsigned AddOne(unsigned* word) { return atomicAdd(word, 1u); }
-__device__ unsigned long long Nanos() {
-  unsigned long long now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
-__device__ unsigned LoadAcquire(const unsigned* word) {
-  unsigned value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ unsigned long long LoadAcquire(const unsigned long long* word) {
-  unsigned long long value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-// Ends when all that the stream had before this kernel has: it may have been launched to begin
-// beside that (launch.py).
-__device__ void AwaitStream() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
-}
-// The stream's next kernel may begin now, if it was launched so; it waits itself.
-__device__ void LetNextKernelStart() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
-}
-// Ends after some such time.
-__device__ void Pause(unsigned nanos) { __nanosleep(nanos); }
-__device__ void StoreRelease(unsigned* word, unsigned value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
-}
-// Of what no other write needs to be seen before.
-__device__ void StoreRelaxed(unsigned* word, unsigned value) {
-  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
-}
-// Of memory that the host writes.
-__device__ Quad LoadHost(const Quad* from) {
-  Quad value;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(from)
-               : "memory");
-  return value;
-}
-__device__ unsigned LoadHost(const unsigned* from) {
-  unsigned value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-}  // namespace
-#define ATTND_DEVICE __device__
+#include "layer_device.cuh"
 #else
 #define ATTND_DEVICE
 #endif
+#include "layer_structs.cuh"
 
 namespace {
-
-typedef unsigned u32;
-typedef unsigned long long u64;
-
-// Why a layer's out is NaN. structs.py has the same numbers.
-enum Failure : u32 {
-  kNone = 0,
-  kNoPass = 1,  // no pass is declared: a model that is warmed up, or a graph that is replayed twice
-  kOrder = 2,   // the layer is not the pass's next
-  kTokens = 3,  // the tensors have fewer tokens than the pass
-  kOver = 4,    // the server is done with the pass
-  kAborted = 5,  // the client's watchdog gave the pass up
-  kLate = 6,     // neither happened within the limit
-};
-
-// In GPU memory, one a session, all zero at first.
-struct alignas(16) Pass {
-  u32 open;  // 0: no pass, or its last layer is done
-  u32 first_epoch;
-  u32 layers;
-  u32 next_layer;
-  u32 query_tokens;  // of the declaration
-  u32 new_tokens;
-  u32 failure;  // the pass's first Failure: nothing that was computed from its answers is of any
-                // use
-  u32 want_lse;
-  u32 end;      // of Control::ends, the pass's own
-  u32 in_twin;  // turns are taken in the region's twin, too
-};
-struct PassWords {
-  Pass pass;
-  u32 arrived;  // thread blocks of the kernel that runs
-};
-
-// Passes whose ends the host may still have to look at when the stream goes on: the newest, and the
-// one before.
-constexpr u32 kPassesMax = 2;
-
-// How a pass's layers ended.
-struct PassEnd {
-  u32 failure;  // the first layer's without an answer
-  u32 failed_layer;
-  u32 failed_rows;  // once its last layer is answered
-};
-
-// In host memory of the client's own, mapped, all zero at first.
-struct Control {
-  // Written by the host: 2^32 + first_epoch of a pass that is given up, with all before it.
-  u64 abort;
-  u64 padding[7];
-  // Written by the GPU. `done` last: the epoch of the last layer that has its answer, and of a pass's
-  // last layer, or one without an answer, that has written out, too. (The host writes it where it
-  // is of so long ago that it would count as a later pass's.)
-  u32 done;
-  PassEnd ends[kPassesMax];
-};
-
-// [rows, row_bytes], rows row_stride bytes apart. Addresses, strides and row_bytes are multiples
-// of 16.
-struct Tensor {
-  u64 address;
-  u64 row_stride;
-  u32 row_bytes;
-  u32 rows;
-};
-
-// Where a layer's tensors lie in a region, dense, in bytes from its start. Its words are the first.
-struct Places {
-  u32 q, k, v, out, lse;
-  u32 padding;
-};
-constexpr u32 kRingAt = 0, kAnswerAt = 64;
-
-struct Layer {
-  Tensor q, k, v, out;  // in GPU memory
-  u64 lse;              // [out.rows, lse_heads] float in GPU memory; 0: none
-  u64 region;           // in host memory
-  u64 twin;             // in GPU memory, the server's too; 0: there is none
-  Places at;            // in both
-  u64 words;            // PassWords
-  u64 control;          // Control
-  u64 limit_nanos;      // that a thread waits at most
-  u32 lse_heads;
-  u32 layer;
-};
-
-struct Begin {
-  u64 words;
-  u64 control;
-  u32 first_epoch;
-  u32 layers;
-  u32 query_tokens;
-  u32 new_tokens;
-  u32 want_lse;
-  u32 end;
-  u32 in_twin;
-};
 
 // NaN in bf16 and fp16, and, two of them together, in fp32.
 constexpr u32 kNan = 0x7FFF7FFF;
