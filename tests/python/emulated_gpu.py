@@ -18,6 +18,7 @@ import pytest
 
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import DeviceTensor
+from attnd.cuda.structs import Layer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # The fake device's (tests/gpu/fake_device.h), as if this were that one.
@@ -59,6 +60,9 @@ class EmulatedGpu:
         self._library = library
         self._blocks = blocks
         self._work: queue.Queue = queue.Queue()
+        self._kernels: list[threading.Thread] = []  # that run, the oldest first
+        self._begun = 0  # kernels
+        self._ended = ctypes.c_uint()  # likewise
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -131,11 +135,31 @@ class EmulatedGpu:
             raise CudaError(f"{name}: planted (1)")
 
     def _enqueue(self, call) -> None:
-        run, parameters, blocks = call
-        self._work.put(lambda: run(ctypes.byref(parameters), blocks, THREADS))
+        self._work.put(call)
 
     def _run(self) -> None:
+        """The stream. A layer's kernel has begun when the one ahead of it may still run, and waits for it
+        itself; all else begins when what was before it has ended."""
         while True:
             work = self._work.get()
-            work()
-            self._work.task_done()
+            if not isinstance(work, tuple):
+                self._end_kernels(0)
+                work()
+                self._work.task_done()
+                continue
+            run, parameters, blocks = work
+            self._end_kernels(1 if isinstance(parameters, Layer) else 0)
+            arguments = (run, parameters, blocks, self._begun)
+            self._begun += 1
+            self._kernels.append(threading.Thread(target=self._run_kernel, args=arguments, daemon=True))
+            self._kernels[-1].start()
+
+    def _run_kernel(self, run, parameters, blocks: int, before: int) -> None:
+        run(ctypes.byref(parameters), blocks, THREADS, ctypes.byref(self._ended), before)
+        self._ended.value = before + 1
+        self._work.task_done()
+
+    def _end_kernels(self, left: int) -> None:
+        """Waits until at most so many kernels run."""
+        while len(self._kernels) > left:
+            self._kernels.pop(0).join()

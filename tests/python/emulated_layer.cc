@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The kernels of client/python/attnd/cuda/layer.cu on the CPU: each thread of a kernel is a thread
-// of the system, so that a kernel waits for the server as on a GPU. What
-// CUDA says in its own words is said here in C++; weaker orders than a GPU's are not imitated.
+// of the system, so that a kernel waits for the server as on a GPU, and a layer's may begin before
+// the kernel ahead of it has ended. What CUDA says in its own words is said here in C++; weaker
+// orders than a GPU's are not imitated.
 #include <barrier>
 #include <chrono>
 #include <cstddef>
@@ -17,9 +18,15 @@ struct alignas(16) Quad {
   unsigned x, y, z, w;
 };
 
+// Kernels of the stream that have ended, and how many stand before this one.
+struct Turn {
+  const unsigned* ended;
+  unsigned before;
+};
 struct Place {
   unsigned thread, threads, block, blocks;
   std::barrier<>* barrier;
+  Turn turn;
 };
 thread_local Place place;
 
@@ -41,13 +48,21 @@ void StoreRelaxed(unsigned* word, unsigned value) {
 unsigned long long LoadAcquire(const unsigned long long* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
-void AwaitStream() {}
-void LetNextKernelStart() {}
+void AwaitStream() {
+  while (__atomic_load_n(place.turn.ended, __ATOMIC_ACQUIRE) < place.turn.before) {
+    std::this_thread::yield();
+  }
+}
 void Pause(unsigned) { std::this_thread::yield(); }
 void StoreRelease(unsigned* word, unsigned value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
-Quad LoadHost(const Quad* from) { return *from; }
+// Called when a thread reads a part of out in the region or its twin.
+void (*on_answer_read)() = nullptr;
+Quad LoadHost(const Quad* from) {
+  if (on_answer_read != nullptr) on_answer_read();
+  return *from;
+}
 unsigned LoadHost(const unsigned* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
 
 }  // namespace
@@ -57,7 +72,7 @@ unsigned LoadHost(const unsigned* from) { return __atomic_load_n(from, __ATOMIC_
 namespace {
 
 template <typename Work>
-void RunThreads(unsigned blocks, unsigned threads, const Work& work) {
+void RunThreads(unsigned blocks, unsigned threads, Turn turn, const Work& work) {
   std::vector<std::unique_ptr<std::barrier<>>> barriers;
   std::vector<Shared> shared(blocks);
   std::vector<std::thread> running;
@@ -65,7 +80,7 @@ void RunThreads(unsigned blocks, unsigned threads, const Work& work) {
     barriers.push_back(std::make_unique<std::barrier<>>(threads));
     for (unsigned thread = 0; thread < threads; ++thread) {
       running.emplace_back([&, block, thread, barrier = barriers.back().get()] {
-        place = {thread, threads, block, blocks, barrier};
+        place = {thread, threads, block, blocks, barrier, turn};
         work(&shared[block]);
       });
     }
@@ -76,11 +91,17 @@ void RunThreads(unsigned blocks, unsigned threads, const Work& work) {
 }  // namespace
 
 // Each returns when the kernel has come to its end.
-extern "C" void emulate_attnd_layer(const Layer* layer, unsigned blocks, unsigned threads) {
-  RunThreads(blocks, threads, [&](Shared* shared) { RunLayer(*layer, shared); });
+extern "C" void emulate_attnd_layer(const Layer* layer, unsigned blocks, unsigned threads,
+                                    const unsigned* ended, unsigned before) {
+  RunThreads(blocks, threads, {ended, before}, [&](Shared* shared) { RunLayer(*layer, shared); });
 }
 
-extern "C" void emulate_attnd_begin(const Begin* begin, unsigned, unsigned) { RunBegin(*begin); }
+extern "C" void emulate_attnd_begin(const Begin* begin, unsigned, unsigned, const unsigned*,
+                                    unsigned) {
+  RunBegin(*begin);
+}
+
+extern "C" void watch_answers(void (*read)()) { on_answer_read = read; }
 
 // What structs.py has, too.
 extern "C" unsigned size_of(unsigned index) {

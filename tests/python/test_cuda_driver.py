@@ -29,8 +29,10 @@ class TwoGpus:
         capturing: streams that are captured.
         refuses: functions that return REFUSED.
         registered: addresses of host memory.
-        launched: the sizes of each launch, in CUlaunchConfig's order, its stream, and the bytes of its
-            attributes.
+        launched: the sizes of each launch, in CUlaunchConfig's order, its stream, the bytes of its
+            attributes, and where its parameter lies.
+        missing: functions that the driver does not have.
+        driver_version: as cuDriverGetVersion tells it.
         full: whether there is no memory left on the GPUs.
     """
 
@@ -39,7 +41,9 @@ class TwoGpus:
         self.capturing: set[int] = set()
         self.refuses: set[str] = set()
         self.registered: list[int] = []
-        self.launched: list[tuple[list[int], int, bytes]] = []
+        self.launched: list[tuple[list[int], int, bytes, int]] = []
+        self.missing: set[str] = set()
+        self.driver_version = 12080
         self.full = False
         self.int32 = "int32"
         self.version = SimpleNamespace(cuda="12.8")
@@ -151,15 +155,26 @@ class TwoGpus:
         uuid.raw = bytes([device.value]) * 16
         return self._answer("cuDeviceGetUuid_v2")
 
+    def cuDriverGetVersion(self, version) -> int:  # noqa: N802
+        version._obj.value = self.driver_version
+        return 0
+
+    def cuLaunchKernel(self, kernel, *rest) -> int:  # noqa: N802
+        *dims, stream, parameters, _ = rest
+        numbers = [one.value for one in dims]
+        self.launched.append((numbers, stream.value, b"", parameters[0]))
+        return self._answer("cuLaunchKernel")
+
     def cuLaunchKernelEx(self, config, kernel, parameters, extra) -> int:  # noqa: N802
         # CUlaunchConfig and CUlaunchAttribute, as cuda.h lays them out.
         bytes_ = ctypes.string_at(ctypes.addressof(config._obj), 56)
         *dims, stream, attributes, count = struct.unpack("<7I4x2QI4x", bytes_)
-        self.launched.append((dims, stream, ctypes.string_at(attributes, 72 * count)))
+        attribute_bytes = ctypes.string_at(attributes, 72 * count)
+        self.launched.append((dims, stream, attribute_bytes, parameters[0]))
         return self._answer("cuLaunchKernelEx")
 
     def __getattr__(self, name: str):
-        if not name.startswith("cu"):
+        if not name.startswith("cu") or name in self.missing:
             raise AttributeError(name)
         return lambda *_: self._answer(name)
 
@@ -246,19 +261,31 @@ def test_a_gpu_s_kernels_are_loaded_once(two):
     assert two.called.count(("cuModuleLoadData", 0)) == 1
 
 
-@pytest.mark.parametrize(("capability", "overlaps"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_a_layer_begins_beside_the_kernel_before(two, capability, overlaps):
-    """Where the GPU can: by CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, which is 6. The pass's
-    first kernel, which does not wait, never does."""
+@pytest.mark.parametrize(
+    ("capability", "version", "beside"),
+    [((8, 9), 12080, False), ((9, 0), 12020, False), ((9, 0), 12030, True), ((10, 0), 13000, True)],
+)
+def test_layers_are_launched_beside_the_kernel_before(two, capability, version, beside):
+    """Where GPU and driver can: by CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, which is 6.
+    The pass's first kernel, which does not wait, never is."""
     two.cuda.get_device_capability = lambda device: capability
+    two.driver_version = version
     gpu = driver.CudaGpu("cuda:1")
-    gpu.launch("attnd_begin", structs.Begin(), 1, gpu.stream())
-    gpu.launch("attnd_layer", structs.Layer(), 5, gpu.stream())
-    attribute = struct.pack("<2I2I56x", 6, 0, 1, 0)
+    begin, layer = structs.Begin(), structs.Layer()
+    gpu.launch("attnd_begin", begin, 1, gpu.stream())
+    gpu.launch("attnd_layer", layer, 5, gpu.stream())
+    attribute = struct.pack("<2I2I56x", 6, 0, 1, 0) if beside else b""
     assert two.launched == [
-        ([1, 1, 1, 1024, 1, 1, 0], 201, b""),
-        ([5, 1, 1, 1024, 1, 1, 0], 201, attribute if overlaps else b""),
+        ([1, 1, 1, 1024, 1, 1, 0], 201, b"", ctypes.addressof(begin)),
+        ([5, 1, 1, 1024, 1, 1, 0], 201, attribute, ctypes.addressof(layer)),
     ]
+
+
+def test_a_driver_without_a_function_is_told(two):
+    gpu = driver.CudaGpu()
+    two.missing = {"cuStreamQuery"}
+    with pytest.raises(CudaError, match="cuStreamQuery: CUDA's driver is too old"):
+        gpu.busy(gpu.stream())
 
 
 def test_a_full_gpu_is_an_error_of_cuda(two):

@@ -187,7 +187,7 @@ def test_sessions_of_clients_ask_for_one(one_server, library, monkeypatch):
     with client.cuda_session(SHAPE, output_dtype="fp32") as session:
         assert not session.in_gpu_memory
     with monkeypatch.context() as old:
-        old.setattr(gpu, "uuid", lambda: (_ for _ in ()).throw(AttributeError("planted")))
+        old.setattr(gpu, "uuid", lambda: (_ for _ in ()).throw(CudaError("planted")))
         with client.cuda_session(SHAPE) as session:
             assert not session.in_gpu_memory
     assert gpu.imported == {} and gpu.mapped == []

@@ -148,11 +148,16 @@ def test_quickstart_table(tmp_path, capsys, results, status):
 
 
 def test_the_client_is_put_together_elsewhere(tmp_path):
-    """What an earlier build left beside the sources would be in the next wheel, too."""
+    """What an earlier build left beside the sources would be in the next wheel, too. And it has all that
+    NVRTC compiles."""
     sources = shutil.copytree(ROOT / "client" / "python", tmp_path / "python",
                               ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
-    subprocess.run([sys.executable, "setup.py", "-q", "build"], cwd=sources, check=True, timeout=60)
+    built = tmp_path / "built"
+    subprocess.run([sys.executable, "setup.py", "-q", "build", "--build-lib", built], cwd=sources,
+                   check=True, timeout=60)
     assert not (sources / "build").exists()
+    for path in (sources / "attnd/cuda").glob("*.cu*"):
+        assert (built / "attnd/cuda" / path.name).exists(), path.name
 
 
 def test_quickstart_builds_what_it_says_is_next():

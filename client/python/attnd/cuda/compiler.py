@@ -59,19 +59,18 @@ def compile_layer(capability: tuple[int, int], major: int) -> bytes:
             words = nvrtc.nvrtcGetErrorString(code).decode()
             raise CudaError(f"NVRTC, {what} for {architecture}: {words}\n{log}".strip())
 
-    source = SOURCE.read_bytes()
+    headers = [SOURCE.with_name(name) for name in ("layer_device.cuh", "layer_structs.cuh")]
+    strings = ctypes.c_char_p * len(headers)
     check(
         nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None
+            ctypes.byref(program), SOURCE.read_bytes(), SOURCE.name.encode(), len(headers),
+            strings(*(header.read_bytes() for header in headers)),
+            strings(*(header.name.encode() for header in headers)),
         ),
         "creating a program",
     )
     try:
-        options = [
-            f"--gpu-architecture={architecture}".encode(),
-            b"--std=c++17",
-            b"--include-path=" + os.fsencode(SOURCE.parent),
-        ]
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
         code = nvrtc.nvrtcCompileProgram(
             program, len(options), (ctypes.c_char_p * len(options))(*options)
         )

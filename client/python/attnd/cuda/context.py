@@ -35,16 +35,22 @@ class Context:
         """Calls a function of the driver's and returns its code: 0, or one of those allowed.
 
         Raises:
-            CudaError: for any other code.
+            CudaError: for any other code, and of a driver without the function.
         """
         self._check(self._library.cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
         try:
-            code = int(getattr(self._library, name)(*arguments))
+            code = int(self._function(name)(*arguments))
         finally:
             self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         if code not in allowed:
             self._check(code, name)
         return code
+
+    def _function(self, name: str) -> Any:
+        try:
+            return getattr(self._library, name)
+        except AttributeError:
+            raise CudaError(f"{name}: CUDA's driver is too old for it") from None
 
     def _check(self, code: int, name: str) -> None:
         if code:

@@ -15,7 +15,7 @@ from attnd.cuda.compiler import compile_layer
 from attnd.cuda.context import Context
 from attnd.cuda.errors import CudaError
 from attnd.cuda.gpu import DeviceTensor
-from attnd.cuda.launch import OVERLAP_CAPABILITY, launch
+from attnd.cuda.launch import launch, launch_beside, overlaps
 
 _NOT_READY = 600
 # CUmemAllocationHandleType, CUmemLocationType and CUmemAccess_flags.
@@ -106,7 +106,7 @@ class CudaGpu:
             self.words(1)  # makes the context, if this is the first use
             self._context = Context(library)
         capability = torch.cuda.get_device_capability(self._device)
-        self._overlaps = capability >= OVERLAP_CAPABILITY
+        self._overlaps = overlaps(self._context, capability)
         self._kernels = _loaded.of(
             self._context, lambda: compile_layer(capability, _cuda_major(torch))
         )
@@ -214,8 +214,9 @@ class CudaGpu:
         return status.value != 0
 
     def launch(self, kernel: str, parameters: ctypes.Structure, blocks: int, stream: int) -> None:
-        overlaps = self._overlaps and kernel == "attnd_layer"
-        launch(self._context, self._kernels[kernel], parameters, blocks, stream, overlaps=overlaps)
+        beside = self._overlaps and kernel == "attnd_layer"  # which waits for the one ahead of it
+        enqueue = launch_beside if beside else launch
+        enqueue(self._context, self._kernels[kernel], parameters, blocks, stream)
 
     def busy(self, stream: int) -> bool:
         query = self._context.call("cuStreamQuery", ctypes.c_void_p(stream), allowed=(_NOT_READY,))

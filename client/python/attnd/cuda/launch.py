@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 from attnd.cuda.context import Context
 from attnd.cuda.gpu import THREADS
 
-# CUlaunchAttributeID. GPUs before compute capability 9.0 know nothing of it.
+# CUlaunchAttributeID.
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
-OVERLAP_CAPABILITY = (9, 0)
+# Of a GPU that lets a kernel begin before the one ahead of it has ended, and of a driver that has
+# graphs do so, too (CUDA 12.3).
+_OVERLAP_CAPABILITY, _OVERLAP_DRIVER = (9, 0), 12030
 
 
 class _Attribute(ctypes.Structure):
@@ -36,20 +39,40 @@ class _Config(ctypes.Structure):
     ]
 
 
+def overlaps(context: Context, capability: tuple[int, int]) -> bool:
+    """Whether launch_beside does what it says.
+
+    Raises:
+        CudaError: if the driver refuses.
+    """
+    version = ctypes.c_int()
+    context.call("cuDriverGetVersion", ctypes.byref(version))
+    return capability >= _OVERLAP_CAPABILITY and version.value >= _OVERLAP_DRIVER
+
+
 def launch(
-    context: Context,
-    kernel: ctypes.c_void_p,
-    parameters: ctypes.Structure,
-    blocks: int,
-    stream: int,
-    *,
-    overlaps: bool,
+    context: Context, kernel: ctypes.c_void_p, parameters: ctypes.Structure, blocks: int, stream: int
 ) -> None:
     """Enqueues a kernel of THREADS threads a thread block.
 
-    Args:
-        overlaps: it may begin before the stream's kernel ahead of it has ended, and waits for that
-            end itself: it is resident when its turn comes.
+    Raises:
+        CudaError: if the driver refuses.
+    """
+    context.call(
+        "cuLaunchKernel",
+        kernel,
+        *map(ctypes.c_uint, (blocks, 1, 1, THREADS, 1, 1, 0)),
+        ctypes.c_void_p(stream),
+        _pointers_to(parameters),
+        None,
+    )
+
+
+def launch_beside(
+    context: Context, kernel: ctypes.c_void_p, parameters: ctypes.Structure, blocks: int, stream: int
+) -> None:
+    """As launch; the kernel may begin before the stream's kernel ahead of it has ended, and waits
+    for that end itself: it is there when its turn comes.
 
     Raises:
         CudaError: if the driver refuses.
@@ -61,7 +84,11 @@ def launch(
         block=(THREADS, 1, 1),
         stream=stream,
         attributes=ctypes.pointer(attribute),
-        attribute_count=int(overlaps),
+        attribute_count=1,
     )
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))  # copied by the call
-    context.call("cuLaunchKernelEx", ctypes.byref(config), kernel, pointers, None)
+    context.call("cuLaunchKernelEx", ctypes.byref(config), kernel, _pointers_to(parameters), None)
+
+
+def _pointers_to(parameters: ctypes.Structure) -> Any:
+    """A kernel's one parameter, which the launch copies."""
+    return (ctypes.c_void_p * 1)(ctypes.addressof(parameters))

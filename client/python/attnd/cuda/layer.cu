@@ -8,10 +8,11 @@
 //
 // A kernel of a layer has a few thread blocks. Each copies a part of q, k and v into the region and
 // arrives. The last to arrive rings, waits for the answer and copies out and lse to GPU memory; the
-// others have ended by then. One thread alone looks for the answer, with pauses: a look at the
-// region is a read over PCIe, and kernels of any process on the GPU wait for such reads where one
-// of theirs follows another. Six thread blocks that looked without a pause made the server's own
-// kernels four times as slow (docs/PERFORMANCE.md, "A model server's loop on one GPU").
+// others have ended by then. One thread alone looks for the answer, with time between two looks at
+// the region: that is a read over PCIe, and kernels of any process on the GPU wait for such reads
+// where one of theirs follows another. Six thread blocks that looked without a pause made the
+// server's own kernels four times as slow (docs/PERFORMANCE.md, "A model server's loop on one
+// GPU").
 //
 // A region's twin is memory of this GPU. In a pass whose turns are taken there, too, the thread
 // blocks copy q, k and v there, and the last one rings there; then it alone copies them into the
@@ -61,12 +62,14 @@ namespace {
 constexpr u32 kNan = 0x7FFF7FFF;
 // Loads that a thread has under way at once.
 constexpr u32 kBatch = 4;
-// Between two looks at the region's answer word: the first ones, some 40 us of them, within which
-// few answers come; and later ones. Half of it is what an answer waits in the mean.
+// Between two looks at the region's answer word where there is no other: the first ones, some 40 us
+// of them, within which few answers come; and later ones. Half of it is what an answer waits in the
+// mean.
 constexpr u32 kFirstLooks = 16;
 constexpr u32 kFirstPauseNanos = 1000;
 constexpr u32 kPauseNanos = 300;
-// Looks at the twin's answer word, some .7 us each, in place of the pause.
+// Looks at the twin's answer word, some .7 us each, in place of the pause. What comes in the region
+// alone waits some 3 us in the mean.
 constexpr u32 kTwinLooks = 8;
 // Looks at the answer word between two at the abort word, as each crosses PCIe.
 constexpr u32 kLooksPerAbort = 16;
@@ -93,68 +96,73 @@ struct Team {
   u32 blocks, block;
 };
 
-// A thread's share of quads that lie in a row, kBatch of them at a time.
-struct Share {
-  u32 first, step;
-  ATTND_DEVICE explicit Share(const Team& team)
-      : first(team.block * Threads() + Thread()), step(team.blocks * Threads()) {}
-};
+// A thread's quads that are on their way at once: every step-th of `count` from `first` on.
 struct Batch {
   Quad quads[kBatch];
 
   template <typename Load>
-  ATTND_DEVICE void From(u32 first, u32 step, u32 end, Load load) {
+  ATTND_DEVICE void From(u32 first, u32 step, u32 count, Load load) {
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
-      if (first + i * step < end) quads[i] = load(first + i * step);
+      if (first + i * step < count) quads[i] = load(first + i * step);
     }
   }
   template <typename Store>
-  ATTND_DEVICE void To(u32 first, u32 step, u32 end, Store store) const {
+  ATTND_DEVICE void To(u32 first, u32 step, u32 count, Store store) const {
 #pragma unroll
     for (u32 i = 0; i < kBatch; ++i) {
-      if (first + i * step < end) store(first + i * step, quads[i]);
+      if (first + i * step < count) store(first + i * step, quads[i]);
     }
   }
 };
 
-// This thread's part of `quads` quads: all loads of a batch before its stores.
-template <typename Load, typename Store>
-ATTND_DEVICE void Copy(const Team& team, u32 quads, Load load, Store store) {
-  const Share share(team);
-  for (u32 first = share.first; first < quads; first += kBatch * share.step) {
-    Batch batch;
-    batch.From(first, share.step, quads, load);
-    batch.To(first, share.step, quads, store);
-  }
+// This thread's first batch of `count` quads.
+template <typename Load>
+ATTND_DEVICE Batch FirstOf(const Team& team, u32 count, Load load) {
+  Batch batch;
+  batch.From(team.block * Threads() + Thread(), team.blocks * Threads(), count, load);
+  return batch;
 }
 
-// The quads of q, k and v, one tensor behind the other, each with all of its rows.
+// This thread's part of `count` quads, a batch at a time: all of its loads before its stores.
+// batch: FirstOf the same.
+template <typename Load, typename Store>
+ATTND_DEVICE void Copy(const Team& team, u32 count, Batch batch, Load load, Store store) {
+  const u32 step = team.blocks * Threads();
+  for (u32 first = team.block * Threads() + Thread(); first < count;) {
+    batch.To(first, step, count, store);
+    first += kBatch * step;
+    batch.From(first, step, count, load);
+  }
+}
+// The same by one thread block.
+template <typename Load, typename Store>
+ATTND_DEVICE void Copy(u32 count, Load load, Store store) {
+  const Team alone = {1, 0};
+  Copy(alone, count, FirstOf(alone, count, load), load, store);
+}
+
+// Quads of q, k and v, of so many tokens, one tensor behind the other: all three at once are on
+// their way.
 class Inputs {
  public:
-  ATTND_DEVICE explicit Inputs(const Layer& layer)
+  ATTND_DEVICE Inputs(const Layer& layer, u32 query_tokens, u32 new_tokens)
       : layer_(layer),
-        k_(Quads(layer.q, layer.q.rows)),
-        v_(k_ + Quads(layer.k, layer.k.rows)),
-        end_(v_ + Quads(layer.v, layer.v.rows)) {}
+        k_(Quads(layer.q, query_tokens)),
+        v_(k_ + Quads(layer.k, new_tokens)),
+        end_(v_ + Quads(layer.v, new_tokens)) {}
 
-  // Of all three at once. What is there of a thread's first batch need not be of a pass.
-  ATTND_DEVICE Batch FirstOf(const Team& team) const {
-    const Share share(team);
-    Batch batch;
-    batch.From(share.first, share.step, end_, [&](u32 i) { return Load(i); });
-    return batch;
+  ATTND_DEVICE bool operator==(const Inputs& other) const {
+    return k_ == other.k_ && v_ == other.v_ && end_ == other.end_;
   }
-  // To the region, or to its twin, the pass's rows. first: FirstOf the same team.
-  ATTND_DEVICE void CopyTo(u64 to, const Team& team, const Pass& pass, const Batch& first) const {
-    const Share share(team);
-    const auto store = [&](u32 i, const Quad& quad) { Store(to, pass, i, quad); };
-    first.To(share.first, share.step, end_, store);
-    for (u32 at = share.first + kBatch * share.step; at < end_; at += kBatch * share.step) {
-      Batch batch;
-      batch.From(at, share.step, end_, [&](u32 i) { return Load(i); });
-      batch.To(at, share.step, end_, store);
-    }
+  ATTND_DEVICE Batch First(const Team& team) const {
+    return FirstOf(team, end_, [&](u32 i) { return Load(i); });
+  }
+  // To the region, or to its twin. first: First of the same team.
+  ATTND_DEVICE void CopyTo(u64 to, const Team& team, const Batch& first) const {
+    Copy(
+        team, end_, first, [&](u32 i) { return Load(i); },
+        [&](u32 i, const Quad& quad) { *Place(to, i) = quad; });
   }
 
  private:
@@ -162,18 +170,9 @@ class Inputs {
     if (i < k_) return *QuadOf(layer_.q, i);
     return i < v_ ? *QuadOf(layer_.k, i - k_) : *QuadOf(layer_.v, i - v_);
   }
-  ATTND_DEVICE void Store(u64 to, const Pass& pass, u32 i, const Quad& quad) const {
-    if (i < k_) {
-      StoreOf(layer_.q, pass.query_tokens, to + layer_.at.q, i, quad);
-    } else if (i < v_) {
-      StoreOf(layer_.k, pass.new_tokens, to + layer_.at.k, i - k_, quad);
-    } else {
-      StoreOf(layer_.v, pass.new_tokens, to + layer_.at.v, i - v_, quad);
-    }
-  }
-  static ATTND_DEVICE void StoreOf(const Tensor& tensor, u32 rows, u64 to, u32 i,
-                                   const Quad& quad) {
-    if (i < Quads(tensor, rows)) At<Quad>(to)[i] = quad;
+  ATTND_DEVICE Quad* Place(u64 to, u32 i) const {
+    if (i < k_) return At<Quad>(to + layer_.at.q) + i;
+    return i < v_ ? At<Quad>(to + layer_.at.k) + (i - k_) : At<Quad>(to + layer_.at.v) + (i - v_);
   }
 
   const Layer& layer_;
@@ -191,8 +190,7 @@ ATTND_DEVICE void CopyAnswer(const Layer& layer, const Pass& pass, u64 from) {
   };
   const u32 first_lse = lse(Thread());  // on its way while out is
   Copy(
-      {1, 0}, Quads(layer.out, rows),
-      [&](u32 i) { return LoadHost(At<Quad>(from + layer.at.out) + i); },
+      Quads(layer.out, rows), [&](u32 i) { return LoadHost(At<Quad>(from + layer.at.out) + i); },
       [&](u32 i, const Quad& value) { *QuadOf(layer.out, i) = value; });
   for (u32 i = Thread(); i < words; i += Threads()) {
     At<u32>(layer.lse)[i] = i == Thread() ? first_lse : lse(i);
@@ -204,7 +202,7 @@ ATTND_DEVICE void FillAnswer(const Layer& layer, u32 first_row, u32 value) {
   const u32 first = Quads(layer.out, first_row);
   const Quad quad = {value, value, value, value};
   Copy(
-      {1, 0}, Quads(layer.out, layer.out.rows) - first, [&](u32) { return quad; },
+      Quads(layer.out, layer.out.rows) - first, [&](u32) { return quad; },
       [&](u32 i, const Quad& filled) { *QuadOf(layer.out, first + i) = filled; });
   if (layer.lse == 0) return;
   const u32 words = layer.out.rows * layer.lse_heads;
@@ -315,13 +313,18 @@ struct Shared {
 ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   const Team all = {Blocks(), Block()}, alone = {1, 0};
   PassWords* const words = At<PassWords>(layer.words);
-  const Inputs inputs(layer);
   AwaitStream();
+  // On its way beside the pass's words: as a rule the pass has as many tokens as the tensors.
+  const Inputs expected(layer, layer.q.rows, layer.k.rows);
+  const Batch first = expected.First(all);
   const Pass pass = words->pass;
-  const Batch first = inputs.FirstOf(all);  // on its way beside the pass's words
+  const Inputs inputs(layer, pass.query_tokens, pass.new_tokens);
   const bool in_twin = layer.twin != 0 && pass.in_twin != 0;
   u32 failure = Admit(layer, pass);
-  if (failure == kNone) inputs.CopyTo(in_twin ? layer.twin : layer.region, all, pass, first);
+  if (failure == kNone) {
+    inputs.CopyTo(in_twin ? layer.twin : layer.region, all,
+                  inputs == expected ? first : inputs.First(all));
+  }
   Barrier();
   if (Thread() == 0) {
     shared->last = ArrivesLast(words);
@@ -332,7 +335,7 @@ ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   Barrier();
   if (!shared->last) return;
   // While the server's GPU begins with what is in the twin.
-  if (failure == kNone && in_twin) inputs.CopyTo(layer.region, alone, pass, inputs.FirstOf(alone));
+  if (failure == kNone && in_twin) inputs.CopyTo(layer.region, alone, inputs.First(alone));
   Barrier();
   if (Thread() == 0) {
     if (failure == kNone) failure = TakeTurn(layer, pass, in_twin, &shared->answered_in);
@@ -341,7 +344,6 @@ ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   }
   Barrier();
   failure = shared->failure;
-  LetNextKernelStart();  // not before: what waits takes the place of the server's kernels
   if (failure == kNone) {
     CopyAnswer(layer, pass, shared->answered_in);
     FillAnswer(layer, pass.query_tokens, 0);  // rows that pad a batch

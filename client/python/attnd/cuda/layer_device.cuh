@@ -39,12 +39,6 @@ __device__ void AwaitStream() {
   asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
 }
-// The stream's next kernel may begin now, if it was launched so; it waits itself.
-__device__ void LetNextKernelStart() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
-}
 // Ends after some such time.
 __device__ void Pause(unsigned nanos) { __nanosleep(nanos); }
 __device__ void StoreRelease(unsigned* word, unsigned value) {

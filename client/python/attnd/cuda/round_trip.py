@@ -127,7 +127,8 @@ class _EmptyPass:
         gpu.synchronize()
 
     def take_turn(self, number: int, reply: PassReply, end: float) -> float:
-        """Seconds until the turn's kernel was seen to have ended with an answer.
+        """Seconds until the turn's answer was seen to be noted, of the last turn until its kernel had
+        written out.
 
         Args:
             reply: to the request; it says why there is no answer.

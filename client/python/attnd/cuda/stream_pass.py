@@ -79,8 +79,8 @@ class StreamPass(DeclaredPass):
         return self._memory.turns.failed_rows_of(self.first_epoch, self.layers)
 
     def layers_done(self) -> int:
-        """Layers that have come to their end: they have their answer, and the last one of the pass
-        has written it to out."""
+        """Layers that have their answer, or have failed; the pass's last one, if it has written out,
+        too."""
         done: int = (self._session._control.done - self.first_epoch + 1) & _U32
         if done < 1 << 31:
             return min(done, self.layers)  # more: a later pass's

@@ -21,7 +21,7 @@ class Failure(enum.IntEnum):
     LATE = 6
 
 
-# PassWords: how many, and which of them is `failure`.
+# PassWords: how many, with what aligns them, and which of them is `failure`.
 PASS_WORDS = 16
 FAILURE_WORD = 6
 
