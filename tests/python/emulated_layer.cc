@@ -50,7 +50,7 @@ unsigned long long LoadAcquire(const unsigned long long* word) {
 }
 void AwaitStream() {
   while (__atomic_load_n(place.turn.ended, __ATOMIC_ACQUIRE) < place.turn.before) {
-    std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));  // others have work for the cores
   }
 }
 void Pause(unsigned) { std::this_thread::yield(); }
