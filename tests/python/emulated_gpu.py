@@ -60,9 +60,7 @@ class EmulatedGpu:
         self._library = library
         self._blocks = blocks
         self._work: queue.Queue = queue.Queue()
-        self._kernels: list[threading.Thread] = []  # that run, the oldest first
-        self._begun = 0  # kernels
-        self._ended = ctypes.c_uint()  # likewise
+        self._ended = ctypes.c_uint()  # kernels
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -110,13 +108,13 @@ class EmulatedGpu:
         run = getattr(self._library, f"emulate_{kernel}")
         call = (run, copied, self._blocks or blocks)
         if self.captured is None:
-            self._enqueue(call)
+            self._work.put(call)
         else:
             self.captured.append(call)
 
     def replay(self, graph: list) -> None:
         for call in graph:
-            self._enqueue(call)
+            self._work.put(call)
 
     def then(self, function) -> None:
         """Has the stream call a function of the host's."""
@@ -134,32 +132,27 @@ class EmulatedGpu:
         if self.fails(name):
             raise CudaError(f"{name}: planted (1)")
 
-    def _enqueue(self, call) -> None:
-        self._work.put(call)
-
     def _run(self) -> None:
-        """The stream. A layer's kernel has begun when the one ahead of it may still run, and waits for it
+        """The stream. A layer's kernel begins when the one ahead of it may still run, and waits for it
         itself; all else begins when what was before it has ended."""
+        begun = 0
+        running: list[threading.Thread] = []  # kernels, the oldest first
         while True:
             work = self._work.get()
-            if not isinstance(work, tuple):
-                self._end_kernels(0)
+            is_kernel = isinstance(work, tuple)
+            beside = 1 if is_kernel and isinstance(work[1], Layer) else 0
+            while len(running) > beside:
+                running.pop(0).join()
+            if is_kernel:
+                kernel = threading.Thread(target=self._run_kernel, args=(*work, begun), daemon=True)
+                kernel.start()
+                running.append(kernel)
+                begun += 1
+            else:
                 work()
                 self._work.task_done()
-                continue
-            run, parameters, blocks = work
-            self._end_kernels(1 if isinstance(parameters, Layer) else 0)
-            arguments = (run, parameters, blocks, self._begun)
-            self._begun += 1
-            self._kernels.append(threading.Thread(target=self._run_kernel, args=arguments, daemon=True))
-            self._kernels[-1].start()
 
     def _run_kernel(self, run, parameters, blocks: int, before: int) -> None:
         run(ctypes.byref(parameters), blocks, THREADS, ctypes.byref(self._ended), before)
         self._ended.value = before + 1
         self._work.task_done()
-
-    def _end_kernels(self, left: int) -> None:
-        """Waits until at most so many kernels run."""
-        while len(self._kernels) > left:
-            self._kernels.pop(0).join()

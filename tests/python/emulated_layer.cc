@@ -19,14 +19,14 @@ struct alignas(16) Quad {
 };
 
 // Kernels of the stream that have ended, and how many stand before this one.
-struct Turn {
+struct Stream {
   const unsigned* ended;
   unsigned before;
 };
 struct Place {
   unsigned thread, threads, block, blocks;
   std::barrier<>* barrier;
-  Turn turn;
+  Stream stream;
 };
 thread_local Place place;
 
@@ -49,7 +49,7 @@ unsigned long long LoadAcquire(const unsigned long long* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 void AwaitStream() {
-  while (__atomic_load_n(place.turn.ended, __ATOMIC_ACQUIRE) < place.turn.before) {
+  while (__atomic_load_n(place.stream.ended, __ATOMIC_ACQUIRE) < place.stream.before) {
     std::this_thread::sleep_for(std::chrono::microseconds(100));  // others have work for the cores
   }
 }
@@ -72,7 +72,7 @@ unsigned LoadHost(const unsigned* from) { return __atomic_load_n(from, __ATOMIC_
 namespace {
 
 template <typename Work>
-void RunThreads(unsigned blocks, unsigned threads, Turn turn, const Work& work) {
+void RunThreads(unsigned blocks, unsigned threads, Stream stream, const Work& work) {
   std::vector<std::unique_ptr<std::barrier<>>> barriers;
   std::vector<Shared> shared(blocks);
   std::vector<std::thread> running;
@@ -80,7 +80,7 @@ void RunThreads(unsigned blocks, unsigned threads, Turn turn, const Work& work) 
     barriers.push_back(std::make_unique<std::barrier<>>(threads));
     for (unsigned thread = 0; thread < threads; ++thread) {
       running.emplace_back([&, block, thread, barrier = barriers.back().get()] {
-        place = {thread, threads, block, blocks, barrier, turn};
+        place = {thread, threads, block, blocks, barrier, stream};
         work(&shared[block]);
       });
     }

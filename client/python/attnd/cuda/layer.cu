@@ -232,6 +232,13 @@ ATTND_DEVICE bool ArrivesLast(PassWords* words) {
   return true;
 }
 
+ATTND_DEVICE u32 EpochOf(const Layer& layer, const Pass& pass) {
+  return pass.first_epoch + layer.layer;
+}
+ATTND_DEVICE bool IsLast(const Layer& layer, const Pass& pass) {
+  return layer.layer + 1 >= pass.layers;
+}
+
 // Rings in the twin. What its answer word was left at may be of any time, as the server does not
 // write it in each pass: 2^32 epochs later it would be taken for this layer's answer.
 ATTND_DEVICE void RingInTwin(const Layer& layer, u32 epoch) {
@@ -250,10 +257,10 @@ ATTND_DEVICE bool IsAnsweredInTwin(const Layer& layer, u32 epoch, u32 looks) {
 // One thread, when q, k and v are in the region. in_twin: and have been rung for in its twin.
 // answered_in: the region or its twin, if there is an answer.
 ATTND_DEVICE u32 TakeTurn(const Layer& layer, const Pass& pass, bool in_twin, u64* answered_in) {
-  const u32 epoch = pass.first_epoch + layer.layer;
+  const u32 epoch = EpochOf(layer, pass);
   StoreRelease(At<u32>(layer.region + kRingAt), epoch);
   // The server never tells of a pass's last layer there.
-  const u32 twin_looks = in_twin && layer.layer + 1 < pass.layers ? kTwinLooks : 0;
+  const u32 twin_looks = in_twin && !IsLast(layer, pass) ? kTwinLooks : 0;
   const u64 start = Nanos();
   for (u32 looks = 1;; ++looks) {
     if (IsAnsweredInTwin(layer, epoch, twin_looks)) {
@@ -279,7 +286,7 @@ ATTND_DEVICE u32 TakeTurn(const Layer& layer, const Pass& pass, bool in_twin, u6
 // One thread, before out is written, of a layer with an answer that is not the pass's last.
 ATTND_DEVICE void NoteAnswer(const Layer& layer, const Pass& pass) {
   At<PassWords>(layer.words)->pass.next_layer = layer.layer + 1;
-  StoreRelaxed(&At<Control>(layer.control)->done, pass.first_epoch + layer.layer);
+  StoreRelaxed(&At<Control>(layer.control)->done, EpochOf(layer, pass));
 }
 
 // One thread, when out and lse are written, of a layer without an answer or a pass's last one.
@@ -295,12 +302,12 @@ ATTND_DEVICE void EndLayer(const Layer& layer, const Pass& pass, u32 failure, u6
   }
   if (!pass.open) return;
   words->next_layer = layer.layer + 1;
-  if (layer.layer + 1 >= pass.layers) {
+  if (IsLast(layer, pass)) {
     words->open = 0;
     // Nothing writes the word anew before the next pass's first ring.
     if (failure == kNone) end->failed_rows = LoadHost(At<u32>(answered_in + kAnswerAt) + 1);
   }
-  StoreRelease(&control->done, pass.first_epoch + layer.layer);
+  StoreRelease(&control->done, EpochOf(layer, pass));
 }
 
 // What the threads of a thread block share.
@@ -328,9 +335,7 @@ ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   Barrier();
   if (Thread() == 0) {
     shared->last = ArrivesLast(words);
-    if (shared->last && failure == kNone && in_twin) {
-      RingInTwin(layer, pass.first_epoch + layer.layer);
-    }
+    if (shared->last && failure == kNone && in_twin) RingInTwin(layer, EpochOf(layer, pass));
   }
   Barrier();
   if (!shared->last) return;
@@ -340,14 +345,14 @@ ATTND_DEVICE void RunLayer(const Layer& layer, Shared* shared) {
   if (Thread() == 0) {
     if (failure == kNone) failure = TakeTurn(layer, pass, in_twin, &shared->answered_in);
     shared->failure = failure;
-    if (failure == kNone && layer.layer + 1 < pass.layers) NoteAnswer(layer, pass);
+    if (failure == kNone && !IsLast(layer, pass)) NoteAnswer(layer, pass);
   }
   Barrier();
   failure = shared->failure;
   if (failure == kNone) {
     CopyAnswer(layer, pass, shared->answered_in);
     FillAnswer(layer, pass.query_tokens, 0);  // rows that pad a batch
-    if (layer.layer + 1 < pass.layers) return;
+    if (!IsLast(layer, pass)) return;
   } else {
     FillAnswer(layer, 0, kNan);
   }
