@@ -16,7 +16,9 @@ from decode_prompts import DTYPE, contents
 
 # Backends of PyTorch's like lengths that divide by it.
 CAPACITY_UNIT = 128
-TIMED_CALLS = 5
+TIMED_CALLS, TIMED_REPLAYS = 5, 5
+# Of the least time of a call.
+FAST = 1.1
 
 
 def fused(options: argparse.Namespace, function: Any) -> Any:
@@ -69,6 +71,10 @@ WAYS: list[Way] = [
 ]
 
 
+def name_of(way: Way) -> str:
+    return f"{way[0].name} of {'heads' if way[1] else 'groups'}"
+
+
 def _attend(way: Way, grouped: Any, keys: Any, values: Any) -> Any:
     backend, as_heads = way
     with sdpa_kernel(backend):
@@ -78,9 +84,9 @@ def _attend(way: Way, grouped: Any, keys: Any, values: Any) -> Any:
         return F.scaled_dot_product_attention(heads, keys, values, enable_gqa=True)
 
 
-def _time_of(way: Way, grouped: Any, keys: Any, values: Any) -> float:
-    """Milliseconds of some calls in a graph, as the loop makes them: the host's time for cuDNN is longer
-    than the GPU's. Infinite if PyTorch refuses."""
+def _call_us(way: Way, grouped: Any, keys: Any, values: Any) -> float:
+    """Microseconds of a call in a graph: the host's time for cuDNN is longer than the GPU's. Infinite if
+    PyTorch refuses."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     try:
         _attend(way, grouped, keys, values)  # libraries take their memory
@@ -91,12 +97,26 @@ def _time_of(way: Way, grouped: Any, keys: Any, values: Any) -> float:
                 _attend(way, grouped, keys, values)
     except RuntimeError:
         return float("inf")
-    graph.replay()
-    begin.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    times = []
+    for _ in range(TIMED_REPLAYS):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / TIMED_CALLS * 1e3)
+    return min(times)
+
+
+def fast_ways(options: argparse.Namespace, cache: Cache) -> list[Way]:
+    """PyTorch's ways, which differ by ten times, but for those whose calls are slow. Calls that take as
+    long as one another do not in the loop, where the model's products lie between them."""
+    group = options.query_heads // options.kv_heads
+    shape = (options.rows, options.kv_heads, group, options.head_dim)
+    q = torch.zeros(shape, device="cuda", dtype=DTYPE)
+    times = {way: _call_us(way, q, *cache.layer(0)) for way in WAYS}
+    for way, time in times.items():
+        print(f" a call of {name_of(way)}: {time:.0f} us")
+    return [way for way in WAYS if times[way] <= FAST * min(times.values())]
 
 
 def _append(keys: Any, values: Any, position: Any, k: Any, v: Any) -> None:
@@ -106,15 +126,14 @@ def _append(keys: Any, values: Any, position: Any, k: Any, v: Any) -> None:
 
 class LocalAttention:
     """Over keys and values on this GPU. A graph has one length: that of the whole cache, which is a
-    few tokens more than there are; with `masked` it is exact, and slow."""
+    few tokens more than there are. Without a way it is exact, and slow."""
 
-    def __init__(self, options: argparse.Namespace, cache: Cache, masked: bool = False) -> None:
+    def __init__(self, options: argparse.Namespace, cache: Cache, way: Way | None) -> None:
         self._options = options
         self._cache = cache
-        self._masked = masked
+        self._way = way
         self.position = torch.full((1,), options.prompt_tokens, device="cuda", dtype=torch.long)
         self._columns = torch.arange(cache.capacity, device="cuda")
-        self._way: Way | None = None
         self._append = fused(options, _append)
 
     def start(self) -> None:
@@ -126,18 +145,10 @@ class LocalAttention:
         self._append(keys, values, self.position, k, v)
         # The query heads of a KV head as its queries: each key and value is read once.
         grouped = q.reshape(options.rows, options.kv_heads, -1, options.head_dim)
-        if self._masked:
-            mask = (self._columns <= self.position)[None, None, None]
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-        return self._fastest(grouped, keys, values)
-
-    def _fastest(self, grouped: Any, keys: Any, values: Any) -> Any:
-        """By the fastest of PyTorch's ways, which differ by ten times. Called first outside a graph."""
-        if self._way is None:
-            times = {way: _time_of(way, grouped, keys, values) for way in WAYS}
-            self._way = min(times, key=lambda way: times[way])
-            print(f" local: {self._way[0].name}, {'heads' if self._way[1] else 'grouped'}")
-        return _attend(self._way, grouped, keys, values)
+        if self._way is not None:
+            return _attend(self._way, grouped, keys, values)
+        mask = (self._columns <= self.position)[None, None, None]
+        return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
 
     def end(self) -> None:
         self.position.add_(1)
