@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32_t PeekHostWord(const uint32_t* word) {
 }
 
 // Between two looks at such words: a kernel that reads host memory without a pause holds up those
-// beside it (docs/PERFORMANCE.md, "A model server's loop on one GPU").
+// beside it (docs/research/MODEL_LOOP.md, "How a waiting kernel waits").
 __device__ __forceinline__ void PauseForHost() { __nanosleep(500); }
 // The same of words in the device's memory, which another process's kernels write.
 __device__ __forceinline__ void PauseForNear() { __nanosleep(40); }

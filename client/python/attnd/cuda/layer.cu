@@ -11,8 +11,8 @@
 // others have ended by then. One thread alone looks for the answer, with time between two looks at
 // the region: that is a read over PCIe, and kernels of any process on the GPU wait for such reads
 // where one of theirs follows another. Six thread blocks that looked without a pause made the
-// server's own kernels four times as slow (docs/PERFORMANCE.md, "A model server's loop on one
-// GPU").
+// server's own kernels four times as slow (docs/research/MODEL_LOOP.md, "How a waiting kernel
+// waits").
 //
 // A region's twin is memory of this GPU. In a pass whose turns are taken there, too, the thread
 // blocks copy q, k and v there, and the last one rings there; then it alone copies them into the
