@@ -17,7 +17,7 @@ from decode_prompts import DTYPE, contents
 # Backends of PyTorch's like lengths that divide by it.
 CAPACITY_UNIT = 128
 TIMED_CALLS, TIMED_REPLAYS = 5, 5
-# Of the least time of a call.
+# A way is tried in the loop whose call takes at most so many times the least.
 FAST = 1.1
 
 
@@ -95,6 +95,8 @@ def _call_us(way: Way, grouped: Any, keys: Any, values: Any) -> float:
         with torch.cuda.graph(graph):
             for _ in range(TIMED_CALLS):
                 _attend(way, grouped, keys, values)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return float("inf")
     times = []
@@ -108,14 +110,20 @@ def _call_us(way: Way, grouped: Any, keys: Any, values: Any) -> float:
 
 
 def fast_ways(options: argparse.Namespace, cache: Cache) -> list[Way]:
-    """PyTorch's ways, which differ by ten times, but for those whose calls are slow. Calls that take as
-    long as one another do not in the loop, where the model's products lie between them."""
+    """PyTorch's ways whose calls take at most FAST times the least. All ways differ by ten times; those
+    whose calls take as long may differ in the loop, where the model's products lie between calls.
+
+    Raises:
+        RuntimeError: if PyTorch refuses all of them.
+    """
     group = options.query_heads // options.kv_heads
     shape = (options.rows, options.kv_heads, group, options.head_dim)
     q = torch.zeros(shape, device="cuda", dtype=DTYPE)
     times = {way: _call_us(way, q, *cache.layer(0)) for way in WAYS}
     for way, time in times.items():
         print(f" a call of {name_of(way)}: {time:.0f} us")
+    if min(times.values()) == float("inf"):
+        raise RuntimeError("PyTorch refuses every way of local attention")
     return [way for way in WAYS if times[way] <= FAST * min(times.values())]
 
 

@@ -296,7 +296,9 @@ def decode_locally(options: argparse.Namespace, weights: Weights) -> tuple[str, 
         local = LocalAttention(options, cache, way)
         return decode(options, decoder_with(options, weights, local), None, ())
 
-    few = argparse.Namespace(**{**vars(options), "warm_up": 3, "new_tokens": 16})
+    # Within what the cache and a capture have.
+    counts = {"warm_up": min(3, options.warm_up), "new_tokens": min(16, options.new_tokens)}
+    few = argparse.Namespace(**{**vars(options), **counts})
     ms = {way: statistics.median(times_of(way, few).token_ms) for way in fast_ways(options, cache)}
     for way, token_ms in ms.items():
         print(f" a token by {name_of(way)}: {token_ms:.3f} ms")

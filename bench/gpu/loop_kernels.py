@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does attnd cost a model server's loop beside its own kernels? The kernels of
-examples/decode_loop.py's steps by PyTorch's profiler: without attention, and answered by attnd. The
-loop's arguments are taken as they are:
+examples/decode_loop.py's steps by PyTorch's profiler: without attention, and answered by attnd. Of the
+loop's arguments those of the model, the prompts and attnd count:
 
     PYTHONPATH=client/python python bench/gpu/loop_kernels.py --target unix:DIR/attnd.sock \\
         --rows 1 --prompt-tokens 130816 --layers 4 --distinct-layers 4 \\
         --policy error-target:tolerance=off,floor=0.01
 
 under MPS beside the server (scripts/with_mps.sh). Of each kernel of a step the median over steps is
-taken, and those of one name are added up; times are microseconds a layer."""
+taken, and those of one name are added up; times are microseconds a layer. Answered passes are in turn.
+The gap ahead of a step's first kernel is left out; gaps are negative where a kernel begins before the
+one ahead of it has ended."""
 
 from __future__ import annotations
 
@@ -48,6 +50,7 @@ def kernels_of(step: Step) -> list[Kernel]:
     """Of a step, whose kernels are the same each time, in their order: medians."""
     for _ in range(WARM_UP):
         step()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(STEPS):
             step()
@@ -61,6 +64,8 @@ def kernels_of(step: Step) -> list[Kernel]:
     if rest or not count:
         raise RuntimeError(f"{len(found)} kernels of {STEPS} steps: some are missing")
     steps = [found[first : first + count] for first in range(0, len(found), count)]
+    if len({tuple(name for _, _, name in one) for one in steps}) != 1:
+        raise RuntimeError("the steps' kernels differ")
     kernels = []
     for index, (_, _, name) in enumerate(steps[0]):
         taken = statistics.median(end - begin for begin, end, _ in (one[index] for one in steps))
@@ -79,6 +84,9 @@ def report(layers: int, ways: dict[str, list[Kernel]]) -> None:
     rows: dict[str, list[float]] = {}
     # By position: what a copy is called differs from graph to graph.
     for kernels in zip(*own):
+        names = {one.name for one in kernels if not one.name.lower().startswith("mem")}
+        if len(names) > 1:
+            raise RuntimeError(f"the ways' kernels differ: {names}")
         row = rows.setdefault(kernels[0].name, [0.0] * len(ways))
         for column, kernel in enumerate(kernels):
             row[column] += kernel.taken
@@ -97,6 +105,9 @@ def report(layers: int, ways: dict[str, list[Kernel]]) -> None:
 
 def main() -> None:
     options = loop.arguments()
+    if not options.target or options.check or options.round_trips:
+        sys.exit("it takes --target, and neither --check nor --round-trips")
+    options.warm_up, options.new_tokens = WARM_UP, STEPS  # what a capture is to have
     torch.set_grad_enabled(False)
     options.capture = Capture(options.keys, options) if options.keys else None
     weights = loop.Weights(options)
@@ -115,6 +126,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(attnd.Client(options.target, timeout_s=options.timeout_s))
         sequences = loop.upload_all(options, client, shape)
+        torch.cuda.empty_cache()  # the server may want the memory
         for sequence in sequences:
             stack.callback(client.close_sequence, sequence)
         session = stack.enter_context(
