@@ -3,7 +3,8 @@
 #
 # bundle.sh: builds attnd with its CUDA backend and puts it, with every shared library that it loads but glibc's, into
 # the relocatable folder build/bundle. It runs on any x86-64 Linux with glibc 2.36 or later and, for the GPU, an NVIDIA
-# driver: GPU hosts seldom have the packages. Copy the folder there; build/bundle/gpu_check.sh checks and measures it.
+# driver: GPU hosts seldom have the packages. Copy the folder there; its gpu_check.sh checks and measures it, and
+# examples/decode_loop.py is a model server's loop.
 #
 # ATTND_CUDA_ARCHITECTURES (default 90): what the kernels are compiled for, as CMAKE_CUDA_ARCHITECTURES.
 set -euo pipefail
@@ -50,7 +51,7 @@ say "Building with CUDA (log: build/bundle-build.log)"
 
 say "Bundling"
 rm -rf "${bundle}"
-mkdir -p "${bundle}/lib" "${bundle}/python" "${bundle}/peers"
+mkdir -p "${bundle}/lib" "${bundle}/python" "${bundle}/peers" "${bundle}/examples"
 for program in "${programs[@]}"; do
   cp "${build}/bin/${program}" "${bundle}/"
   libraries_of "${bundle}/${program}"
@@ -70,7 +71,8 @@ done
 cp -r "${ATTND_ROOT}/client/python/attnd" "${bundle}/python/"
 find "${bundle}/python" -name __pycache__ -prune -exec rm -rf {} +
 cp "${ATTND_ROOT}"/bench/peers/*.py "${bundle}/peers/"
-cp "${ATTND_ROOT}/scripts/gpu_check.sh" "${ATTND_ROOT}/LICENSE" "${bundle}/"
+cp "${ATTND_ROOT}"/examples/decode_*.py "${bundle}/examples/"
+cp "${ATTND_ROOT}"/scripts/{gpu_check,with_mps}.sh "${ATTND_ROOT}/LICENSE" "${bundle}/"
 
 size_mib="$(du -sm "${bundle}" | cut -f1)"
 echo "build/bundle: ${size_mib} MiB, $(find "${bundle}/lib" -type f | wc -l) libraries"
