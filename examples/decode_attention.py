@@ -95,7 +95,7 @@ def _call_us(way: Way, grouped: Any, keys: Any, values: Any) -> float:
         with torch.cuda.graph(graph):
             for _ in range(TIMED_CALLS):
                 _attend(way, grouped, keys, values)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except RuntimeError:
         return float("inf")
