@@ -20,6 +20,7 @@ import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -216,6 +217,24 @@ def upload_all(options: argparse.Namespace, client: attnd.Client, shape: Any) ->
     return [sequence for sequence, _ in done]
 
 
+@contextlib.contextmanager
+def opened(options: argparse.Namespace) -> Iterator[tuple[Any, list[int]]]:
+    """A session, and sequences with the rows' prompts."""
+    shape = attnd.ModelShape(
+        options.layers, options.query_heads, options.kv_heads, options.head_dim, dtype="bf16"
+    )
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(attnd.Client(options.target, timeout_s=options.timeout_s))
+        sequences = upload_all(options, client, shape)
+        torch.cuda.empty_cache()  # the server may want the memory
+        for sequence in sequences:
+            stack.callback(client.close_sequence, sequence)
+        session = stack.enter_context(
+            client.cuda_session(shape, query_tokens_max=options.rows, spin_us=options.spin_us)
+        )
+        yield session, sequences
+
+
 @dataclass
 class Times:
     """Of the timed tokens.
@@ -402,18 +421,7 @@ def main() -> int:
         torch.cuda.empty_cache()
     if "attnd" not in ways:
         return 0
-    shape = attnd.ModelShape(
-        options.layers, options.query_heads, options.kv_heads, options.head_dim, dtype="bf16"
-    )
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(attnd.Client(options.target, timeout_s=options.timeout_s))
-        sequences = upload_all(options, client, shape)
-        torch.cuda.empty_cache()  # the server may want the memory
-        for sequence in sequences:
-            stack.callback(client.close_sequence, sequence)
-        session = stack.enter_context(
-            client.cuda_session(shape, query_tokens_max=options.rows, spin_us=options.spin_us)
-        )
+    with opened(options) as (session, sequences):
         met = "GPU memory" if session.in_gpu_memory else "the host's memory"
         print(f"the loop's kernels and the server's meet in {met}")
         attention = AttndAttention(options, session)

@@ -14,7 +14,6 @@ one ahead of it has ended."""
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import statistics
 import sys
@@ -92,8 +91,7 @@ def report(layers: int, ways: dict[str, list[Kernel]]) -> None:
             row[column] += kernel.taken
     sums = {
         "attention": [
-            sum(one.taken for one in all_) - sum(one.taken for one in some)
-            for all_, some in zip(ways.values(), own)
+            sum(one.taken for one in kernels if ATTENTION in one.name) for kernels in ways.values()
         ],
         "gaps": [sum(one.gap for one in kernels) for kernels in ways.values()],
     }
@@ -111,9 +109,6 @@ def main() -> None:
     torch.set_grad_enabled(False)
     options.capture = Capture(options.keys, options) if options.keys else None
     weights = loop.Weights(options)
-    shape = attnd.ModelShape(
-        options.layers, options.query_heads, options.kv_heads, options.head_dim, dtype="bf16"
-    )
     decoders = []  # graphs write to their tensors
 
     def stepper(attention: Any) -> Step:
@@ -123,15 +118,7 @@ def main() -> None:
         return enqueue
 
     ways = {"without": kernels_of(stepper(NoAttention()))}
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(attnd.Client(options.target, timeout_s=options.timeout_s))
-        sequences = loop.upload_all(options, client, shape)
-        torch.cuda.empty_cache()  # the server may want the memory
-        for sequence in sequences:
-            stack.callback(client.close_sequence, sequence)
-        session = stack.enter_context(
-            client.cuda_session(shape, query_tokens_max=options.rows, spin_us=options.spin_us)
-        )
+    with loop.opened(options) as (session, sequences):
         enqueue = stepper(AttndAttention(options, session))
         position = options.prompt_tokens
 
