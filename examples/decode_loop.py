@@ -56,6 +56,8 @@ def arguments() -> argparse.Namespace:
     add("--target", help="the server, unix:PATH, with --allow-client-memory; not for local alone")
     add("--attention", default="local,attnd", help="ways to time: local, attnd (default both)")
     add("--policy", default="error-target:tolerance=0.02", help="attnd's")
+    add("--leaf-tokens", type=int, default=0, help="of the policy's tree (default: the server's)")
+    add("--fan", type=int, default=0, help="likewise")
     add("--rows", type=int, default=1, help="sequences of the batch (default 1)")
     add("--prompt-tokens", type=int, default=32768, help="of each row (default 32768)")
     add("--new-tokens", type=int, default=64, help="tokens that are timed (default 64)")
@@ -196,9 +198,11 @@ class Decoder:
 def upload_all(options: argparse.Namespace, client: attnd.Client, shape: Any) -> list[int]:
     """Sequences with the rows' prompts; the rows side by side."""
     model = attnd.Model("examples/decode_loop", shape)
+    sizes = attnd.TreeOptions(options.leaf_tokens, options.fan)
+    tree = sizes if sizes != attnd.TreeOptions() else None
 
     def one(row: int) -> tuple[int, float]:
-        opened = client.open_sequence(model, policy=options.policy)
+        opened = client.open_sequence(model, policy=options.policy, tree=tree)
         appended = upload(options, client, opened.sequence_id, row)
         return opened.sequence_id, appended.index_build_us / 1e6
 

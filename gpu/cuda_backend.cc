@@ -21,6 +21,7 @@
 #include "common/status.h"
 #include "gpu/backend_totals.h"
 #include "gpu/fault_watch.h"
+#include "gpu/index/built_indexes.h"
 #include "gpu/index/segment_build.h"
 #include "gpu/layout/memory_split.h"
 #include "gpu/lease_pool.h"
@@ -38,9 +39,7 @@ using attention::Backend;
 using attention::BackendStats;
 using attention::CheckAlive;
 using attention::Fallback;
-using attention::kClusterIndexes;
 using attention::kFallbacks;
-using attention::kTreeIndexes;
 using attention::LinkRates;
 using attention::Plan;
 using attention::Policy;
@@ -182,14 +181,11 @@ class CudaBackend : public Backend {
                      "it has dense, streaming and the policies that read clusters as a whole"));
   }
   absl::Status Supports(const attention::IndexSet& indexes) const override {
-    if (indexes == kClusterIndexes || indexes == kTreeIndexes) return absl::OkStatus();
-    return absl::UnimplementedError(absl::StrCat("indexes are ", indexes.ToString(),
-                                                 "; the CUDA backend reads clusters alone, or a "
-                                                 "tree of the default sizes"));
+    return CheckIndexes(indexes);
   }
   // A quantile's predictions need a tree's slopes.
   bool Answers(const Policy& policy, const attention::IndexSet& indexes) const override {
-    const bool answers = policy.quantile == 0 || indexes == kTreeIndexes;
+    const bool answers = policy.quantile == 0 || IsBuiltTree(indexes);
     return answers && Backend::Answers(policy, indexes);
   }
   absl::Status Supports(const ModelShape& shape) const override { return CheckShape(shape); }

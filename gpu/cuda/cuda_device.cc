@@ -27,9 +27,6 @@ namespace {
 
 // The kernels say these again, as they include nothing of absl's.
 static_assert(cuda::kIndexClusterTokens == attention::kClusterTokens);
-constexpr attention::TreeSizes kTreeSizes;  // the defaults, which the kernels keep to
-static_assert(cuda::kIndexLeafTokens == kTreeSizes.leaf_tokens);
-static_assert(cuda::kIndexGroupTokens == kTreeSizes.leaf_tokens * kTreeSizes.fan);
 static_assert(cuda::kIndexValueShare == attention::kValueShare);
 static_assert(cuda::kIndexLateShare == attention::kLateShare);
 static_assert(cuda::kIndexIterations == attention::kKMeansIterations);

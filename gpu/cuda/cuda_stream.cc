@@ -87,9 +87,9 @@ absl::Status CudaStream::BuildIndexes(const KernelShape& shape, const IndexJob& 
                                       const IndexJob* device_jobs, uint32_t count,
                                       std::byte* scratch) {
   ATTND_RETURN_IF_ERROR(UseDevice(device_));
-  const bool tree = first_job.max_groups != 0;
-  if (cuda::BuildScratchBytes(shape, first_job.kv_heads, first_job.tokens, tree) >
-      IndexScratchBytes(shape, first_job.kv_heads, first_job.tokens, tree)) {
+  const IndexSizes sizes = {first_job.tokens, first_job.max_clusters, first_job.max_groups};
+  if (cuda::BuildScratchBytes(shape, first_job.kv_heads, sizes) >
+      IndexScratchBytes(shape, first_job.kv_heads, sizes)) {
     return absl::ResourceExhaustedError("building a segment takes more scratch than was planned");
   }
   return Launched(cuda::BuildIndexes(shape, first_job, device_jobs, count, scratch, main_),

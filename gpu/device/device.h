@@ -36,9 +36,8 @@ inline KernelShape KernelShapeOf(const ModelShape& shape) {
   return {shape.dtype, shape.head_dim, shape.value_dim};
 }
 
-// Bytes of scratch memory for building one layer of a segment of `tokens` tokens, with a tree or
-// with the index `clusters`.
-uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens, bool tree);
+// Bytes of scratch memory for building one layer of a segment.
+uint64_t IndexScratchBytes(const KernelShape& shape, uint32_t kv_heads, const IndexSizes& sizes);
 
 // Device time of a step, by stage.
 struct StageSeconds {

@@ -143,9 +143,10 @@ absl::Status SegmentBuild::PinAll() {
 
 uint32_t SegmentBuild::LayersAtOnce() const {
   const WaveRoom& room = context_->room();
-  const uint64_t scratch_bytes =
-      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, builder_->segment().tokens(),
-                        builder_->segment().layout().groups.room > 0);
+  const Segment& segment = builder_->segment();
+  const uint64_t scratch_bytes = IndexScratchBytes(
+      KernelShapeOf(shape_), shape_.kv_heads,
+      {segment.tokens(), segment.layout().clusters.room, segment.layout().groups.room});
   if (HeadsFetchedAtOnce() == 0) return 0;
   return static_cast<uint32_t>(
       std::min({kLayersMax, uint64_t{part_.layers()}, room.scratch_bytes / scratch_bytes,

@@ -31,6 +31,15 @@ struct TreeOffsets {
   uint32_t key_base, value_base, axes, slopes, positions;
 };
 
+// The most groups of a segment's tree that kernels build.
+inline constexpr uint32_t kBuiltGroupsMax = 1024;
+// What one head's index is built of, and the rows that it has room for.
+struct IndexSizes {
+  uint32_t tokens;    // of the segment
+  uint32_t clusters;  // of a tree, its leaves
+  uint32_t groups;    // of a tree; 0: the index is of the kind `clusters`
+};
+
 // One layer of a segment, with all KV heads. Tokens are numbered from 0, by position.
 struct IndexJob {
   const std::byte* const* tail_blocks;  // KV head 0's pages of each tail block, at the layer

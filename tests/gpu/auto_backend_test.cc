@@ -135,14 +135,18 @@ TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
       "cpu");
   EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet{IndexKind::kClusters, IndexKind::kKeys4})),
             "cpu");
-  // And so are trees of other sizes than the default ones, whether or not the index is named.
-  for (const attention::TreeSizes& sizes :
-       {attention::TreeSizes{12, 8, 3}, attention::TreeSizes{8, 4, 3},
-        attention::TreeSizes{8, 8, 2}}) {
-    EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attnd::test::TreeOf(sizes))), "cpu");
+  // And so are trees of small groups, whether or not the index is named.
+  for (const auto& [sizes, backend] : {std::pair{attention::TreeSizes{12, 8, 3}, "cuda"},
+                                       std::pair{attention::TreeSizes{8, 16, 3}, "cuda"},
+                                       std::pair{attention::TreeSizes{16, 4, 3}, "cuda"},
+                                       std::pair{attention::TreeSizes{8, 8, 2}, "cuda"},
+                                       std::pair{attention::TreeSizes{8, 4, 3}, "cpu"},
+                                       std::pair{attention::TreeSizes{12, 4, 2}, "cpu"}}) {
+    SCOPED_TRACE(testing::Message() << sizes.leaf_tokens << " " << sizes.fan);
+    EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attnd::test::TreeOf(sizes))), backend);
     OpenArgs args = Args(shape_, PolicyOf("error-target"));
     args.tree = sizes;
-    EXPECT_EQ(owner(args), "cpu");
+    EXPECT_EQ(owner(args), backend);
   }
 }
 
@@ -285,7 +289,8 @@ TEST_F(AutoEngine, WhatIsResumedOrBegunWithHasItsOwner) {
   std::vector<Case> cases = {
       {Args(shape_), "cuda"},
       {Args(shape_, std::nullopt, attention::kRegressionIndexes), "cpu"},
-      {Args(shape_, std::nullopt, attnd::test::TreeOf({12, 8, 3})), "cpu"},
+      {Args(shape_, std::nullopt, attnd::test::TreeOf({8, 16, 3})), "cuda"},
+      {Args(shape_, std::nullopt, attnd::test::TreeOf({8, 4, 3})), "cpu"},
       {Args(shape_, std::nullopt, IndexSet()), "cpu"},
   };
   for (Case& c : cases) {

@@ -13,6 +13,7 @@
 #include "tests/cross.h"
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/support.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -26,6 +27,7 @@ using attention::test::TestRow;
 using attention::test::TestSequence;
 
 using attention::kTreeIndexes;
+using attnd::test::TreeOf;
 
 // Groups 1, 3, 4, 8, 12; tails that start within a block and on its edge; more clusters than a slot
 // chunk holds. Trees of more than the 32 groups that are opened in any case, and of fewer; more
@@ -43,6 +45,8 @@ const ParityCase kCases[] = {
     {16, 2, 128, 128, {1024, 700}, 77, kTreeIndexes},
     {2, 2, 256, 256, {600, 40}, 64, kTreeIndexes},
     {6, 2, 64, 64, {2300, 1700}, 70, kTreeIndexes, /*sections=*/true},
+    {6, 2, 64, 64, {4500, 700}, 70, TreeOf({8, 16, 3})},
+    {4, 1, 64, 64, {2300, 700}, 1, TreeOf({12, 8, 2})},
 };
 
 const ParityCase kClustersBesideATree = {6, 2, 64, 64, {2300, 700}, 70};

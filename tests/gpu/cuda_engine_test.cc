@@ -100,8 +100,8 @@ TEST_F(CudaEngine, ErrorTargetHasATree) {
   };
   EXPECT_THAT(refusal(PolicyOf("error-target"), attention::kRegressionIndexes),
               HasSubstr("indexes are regression"));
-  EXPECT_THAT(refusal(PolicyOf("error-target"), attnd::test::TreeOf({12, 8, 3})),
-              HasSubstr("a tree of the default sizes"));
+  EXPECT_THAT(refusal(PolicyOf("error-target"), attnd::test::TreeOf({8, 4, 3})),
+              HasSubstr("a tree whose groups have 64 tokens"));
 }
 
 TEST_F(CudaEngine, ARowThatLooksAtEveryLeafIsAnswered) {
@@ -244,7 +244,7 @@ TEST_F(CudaEngine, ALongSegmentIsBuiltOnTheDevice) {
 TEST_F(CudaEngine, ALongSegmentWithoutScratchIsBuiltShortOnTheDevice) {
   CudaBackendOptions options = SmallOptions();
   options.scratch_bytes =
-      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, 1024, /*tree=*/true) - 1;
+      IndexScratchBytes(KernelShapeOf(shape_), shape_.kv_heads, {1024, 1024 / 8, 1024 / 64}) - 1;
   Start(options);
   TestSequence sequence = Open(PolicyOf("error-target"));
   Prefill(&sequence, 2200, &random_);

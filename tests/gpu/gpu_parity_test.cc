@@ -24,6 +24,7 @@
 #include "tests/gpu/final_out.h"
 #include "tests/gpu/on_gpu.h"
 #include "tests/gpu/support.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -39,6 +40,7 @@ using attention::test::SequenceSpec;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
+using attnd::test::TreeOf;
 
 // Every case has a backend of its own: small, so that starting one takes no time.
 CudaBackendOptions GpuOptions() {
@@ -82,6 +84,9 @@ const ParityCase kTreeCases[] = {
     {32, 1, 128, 128, {3000}, 66, kTreeIndexes},
     {4, 1, 192, 128, {2200, 17}, 100, kTreeIndexes},
     {8, 2, 128, 128, {8192, 4096, 1024}, 70, kTreeIndexes, /*sections=*/true},
+    {8, 2, 128, 128, {8192, 4096, 1024}, 70, TreeOf({8, 16, 3})},
+    {4, 1, 64, 64, {9000, 700}, 1, TreeOf({16, 16, 2})},
+    {6, 2, 64, 64, {4500, 1613}, 130, TreeOf({12, 8, 3})},
 };
 
 // Who answers units of clusters.

@@ -83,13 +83,14 @@ class Bench {
 
   Bench(uint32_t layers, bool tree, uint32_t tokens)
       : layers_(layers),
-        layout_(kShape, tokens, 0, tree),
+        layout_(kShape, tokens, 0, tree ? kTreeTokens : RowTokens{}),
         tail_(size_t{layers} * kHeads * layout_.pages_bytes),
         pointers_(layers * (tokens / kTailBlockTokens) * sizeof(std::byte*)),
         index_(size_t{layers} * kHeads * layout_.head_bytes),
         pages_(size_t{layers} * kHeads * layout_.pages_bytes),
         jobs_(layers * sizeof(IndexJob)),
-        scratch_(layers * BuildScratchBytes(kShape, kHeads, tokens, tree)) {
+        scratch_(layers * BuildScratchBytes(kShape, kHeads,
+                                            {tokens, layout_.max_clusters, layout_.max_groups})) {
     const uint32_t blocks = tokens / kTailBlockTokens;
     const size_t run_bytes = kTailBlockTokens / kPageTokens * layout_.page_bytes;
     // Heads of a layer share centres; keys and values too, which does no harm here.
@@ -176,7 +177,7 @@ void BenchIndexes(uint32_t layers, bool tree, uint32_t segment_tokens) {
     sum += seconds[s];
   }
   // Of a tree: of its groups, whose points are keys and values.
-  const double row = (tree ? 256.0 / kGroupTokens : 128.0 / kClusterTokens) * segment_tokens;
+  const double row = (tree ? 256.0 / kTreeTokens.group : 128.0 / kClusterTokens) * segment_tokens;
   const double products = 2.0 * kTokens * row * Bench::kHeads * kLayers * kIterations;
   std::printf("  sum      %.4f s with events between; assign at %.0f TFLOP/s\n", sum,
               products / seconds[static_cast<size_t>(IndexLaunch::kAssign)] / 1e12);

@@ -30,6 +30,7 @@ struct Case {
   uint32_t tokens, unclustered, first_row, jobs, kv_heads;
   Data data;
   uint32_t seed;
+  RowTokens tree = kTreeTokens;
 };
 
 // Rows of one head of one job.
@@ -109,8 +110,9 @@ inline std::array<std::vector<std::byte>, 2> BuildTwice(const Case& c, const Lay
   DeviceBytes pointers(c.jobs * block_count * sizeof(std::byte*));
   DeviceBytes output(index_bytes + c.jobs * c.kv_heads * layout.pages_bytes);
   DeviceBytes device_jobs(c.jobs * sizeof(IndexJob));
-  DeviceBytes scratch(
-      c.jobs * cuda::BuildScratchBytes(c.shape, c.kv_heads, c.tokens, layout.max_groups > 0));
+  DeviceBytes scratch(c.jobs *
+                      cuda::BuildScratchBytes(c.shape, c.kv_heads,
+                                              {c.tokens, layout.max_clusters, layout.max_groups}));
 
   std::vector<std::byte> all_blocks;
   std::vector<const std::byte*> addresses;

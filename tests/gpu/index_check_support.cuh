@@ -20,7 +20,12 @@
 namespace attnd::gpu::test {
 
 inline constexpr uint32_t kPageTokens = 16, kTailBlockTokens = 64, kClusterTokens = 16;
-inline constexpr uint32_t kLeafTokens = 8, kGroupTokens = 64;
+// Tokens of a cluster, and of a tree's group; 0: no tree.
+struct RowTokens {
+  uint32_t cluster = kClusterTokens;
+  uint32_t group = 0;
+};
+inline constexpr RowTokens kTreeTokens = {8, 64};
 inline constexpr uint32_t kIterations = 10;
 
 inline void Check(cudaError_t error, const char* what) {
@@ -83,15 +88,14 @@ inline TreePart PlaceTreePart(const KernelShape& shape, size_t n, PartPlacer* pl
 }
 
 struct Layout {
-  Layout(const KernelShape& shape, uint32_t tokens, uint32_t unclustered, bool with_tree = false)
+  Layout(const KernelShape& shape, uint32_t tokens, uint32_t unclustered, RowTokens each = {})
       : key_bytes(shape.head_dim * 2),
         value_bytes(shape.value_dim * 2),
         page_bytes(kPageTokens * (key_bytes + value_bytes)),
         pages_bytes(size_t{(tokens + kPageTokens - 1) / kPageTokens} * page_bytes) {
-    const uint32_t each = with_tree ? kLeafTokens : kClusterTokens;
-    max_clusters = (tokens - unclustered + each - 1) / each;
-    if (with_tree) {
-      max_groups = (tokens - unclustered + kGroupTokens - 1) / kGroupTokens;
+    max_clusters = (tokens - unclustered + each.cluster - 1) / each.cluster;
+    if (each.group != 0) {
+      max_groups = (tokens - unclustered + each.group - 1) / each.group;
       PlaceTree(shape, tokens);
     } else {
       PlaceClusters(shape, tokens);

@@ -167,7 +167,7 @@ class Checker {
       const TreeRef& tree = h_.trees[row.trees_begin + s];
       const SegmentRef& segment = h_.segments[row.segments_begin + s];
       Equal("first_group_slot", tree.first_group_slot, slots);
-      Equal("max_groups", tree.max_groups, CeilOf(segment.tokens - segment.unclustered, 64));
+      if (!HasRoomOfATree(segment, tree)) Fail("no tree's sizes give so many leaves and groups");
       Equal("a tree's group_slots", tree.group_slots,
             CeilOf(tree.max_groups, kGroupSlotChunk) * kGroupSlotChunk);
       Equal("first_slice", tree.first_slice, slices);
@@ -178,6 +178,20 @@ class Checker {
     }
     Equal("tree_slices", row.tree_slices, slices);
     Equal("group_slots", row.group_slots, slots);
+  }
+
+  static bool HasRoomOfATree(const SegmentRef& segment, const TreeRef& tree) {
+    using Sizes = attention::TreeSizes;
+    const uint64_t tokens = segment.tokens - segment.unclustered;
+    for (const uint32_t leaf : Sizes::kLeafTokens) {
+      for (const uint32_t fan : Sizes::kFans) {
+        if (segment.max_clusters == CeilOf(tokens, leaf) &&
+            tree.max_groups == CeilOf(tokens, leaf * fan)) {
+          return true;
+        }
+      }
+    }
+    return false;
   }
 
   // A tree's parts lie in the order of docs/FORMAT.md, apart from one another, in the head's index.
@@ -264,13 +278,14 @@ class Checker {
     }
   }
 
-  // A row that looks at no clusters does not say what its segments have.
-  static uint64_t TokensACluster(const RowRef& row, const SegmentRef& segment) {
-    constexpr uint64_t kOfClusters = 16, kOfLeaves = 8;
-    if (row.kind == UnitKind::kTree) return kOfLeaves;
-    if (row.kind == UnitKind::kClusters) return kOfClusters;
-    const uint64_t leaves = CeilOf(segment.tokens - segment.unclustered, kOfLeaves);
-    return segment.max_clusters == leaves ? kOfLeaves : kOfClusters;
+  // A row that looks at no clusters does not say what its segments have; clusters are as large as
+  // the largest leaves.
+  static bool HasRoomOfClusters(const RowRef& row, const SegmentRef& segment) {
+    const uint64_t tokens = segment.tokens - segment.unclustered;
+    if (row.kind == UnitKind::kClusters) return segment.max_clusters == CeilOf(tokens, 16);
+    const auto& sizes = attention::TreeSizes::kLeafTokens;
+    return std::any_of(std::begin(sizes), std::end(sizes),
+                       [&](uint32_t leaf) { return segment.max_clusters == CeilOf(tokens, leaf); });
   }
 
   void Segments(const RowRef& row) {
@@ -300,8 +315,7 @@ class Checker {
       }
       if (segment.tokens <= segment.unclustered) Fail("a segment has no clusters");
       Equal("first_slot", segment.first_slot, slots);
-      Equal("max_clusters", segment.max_clusters,
-            CeilOf(segment.tokens - segment.unclustered, TokensACluster(row, segment)));
+      if (!HasRoomOfClusters(row, segment)) Fail("no clusters are as many as max_clusters");
       Equal("slots", segment.slots, CeilOf(segment.max_clusters, kSlotChunk) * kSlotChunk);
       Equal("first_piece", segment.first_piece, pieces);
       slots += segment.slots;

@@ -19,6 +19,7 @@
 #include "tests/attention/tree_support.h"
 #include "tests/gpu/support.h"
 #include "tests/oracle/joint_kmeans.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::gpu::test {
 namespace {
@@ -91,6 +92,7 @@ struct TreeCase {
   uint32_t head_dim, value_dim;
   DType dtype;
   uint32_t begin, tokens, unclustered;
+  attention::TreeSizes sizes = {};
 };
 
 TEST_F(TreeBuild, TreesAreWhatTheirDefinitionSays) {
@@ -102,11 +104,15 @@ TEST_F(TreeBuild, TreesAreWhatTheirDefinitionSays) {
            TreeCase{64, 64, DType::kBf16, 64, 1, 0},
            TreeCase{64, 64, DType::kBf16, 0, 5, 4},
            TreeCase{64, 64, DType::kFp16, 3, 17, 0},
+           TreeCase{64, 64, DType::kBf16, 0, 700, 4, {8, 16, 3}},
+           TreeCase{64, 64, DType::kBf16, 5, 513, 0, {12, 8, 2}},
+           TreeCase{64, 64, DType::kFp16, 0, 700, 4, {16, 4, 3}},
        }) {
     SCOPED_TRACE(testing::Message() << c.head_dim << "/" << c.value_dim << ", " << c.begin << " + "
                                     << c.tokens << " tokens");
     const FakeBackend fake = MakeFakeBackend();
-    const Tail tail(MakeShape(4, 2, c.head_dim, c.value_dim, c.dtype, 2), c.begin, c.tokens);
+    const Tail tail(MakeShape(4, 2, c.head_dim, c.value_dim, c.dtype, 2), c.begin, c.tokens,
+                    attnd::test::TreeOf(c.sizes));
     SegmentBuilder builder = tail.Builder(c.unclustered);
     const absl::Status status = fake.backend->BuildSegment(&builder, AllOf(builder), Proceed);
     ASSERT_TRUE(status.ok()) << status;
@@ -201,7 +207,8 @@ TEST_F(TreeBuild, WithoutScratchForItTheCpuBuilds) {
 TEST_F(TreeBuild, OtherIndexesAreTheCpus) {
   const FakeBackend fake = MakeFakeBackend();
   for (const IndexSet& indexes :
-       {attention::kRegressionIndexes, IndexSet{IndexKind::kTree, IndexKind::kLabels}}) {
+       {attention::kRegressionIndexes, IndexSet{IndexKind::kTree, IndexKind::kLabels},
+        attnd::test::TreeOf({8, 4, 3})}) {
     const Tail tail(shape_, 0, 100, indexes);
     SegmentBuilder builder = tail.Builder();
     const absl::Status status = fake.backend->BuildSegment(&builder, AllOf(builder), Proceed);
@@ -216,9 +223,10 @@ TEST(IndexScratchBytesTest, GrowsWithTheSegmentAndATreeTakesMore) {
   for (const KernelShape& shape : kKernelShapes) {
     uint64_t before = 0;
     for (const uint32_t tokens : {1u, 64u, 1024u, 8192u, 65536u}) {
-      const uint64_t tree = IndexScratchBytes(shape, 8, tokens, /*tree=*/true);
+      const uint32_t leaves = tokens / 8 + 1, groups = tokens / 64 + 1;
+      const uint64_t tree = IndexScratchBytes(shape, 8, {tokens, leaves, groups});
       EXPECT_GT(tree, before);
-      EXPECT_GT(tree, IndexScratchBytes(shape, 8, tokens, /*tree=*/false));
+      EXPECT_GT(tree, IndexScratchBytes(shape, 8, {tokens, leaves, 0}));
       before = tree;
     }
   }

@@ -41,6 +41,11 @@ const Case kCases[] = {
     {"huge keys", {kFp16, 128, 128}, 2048, 4, 0, 1, 2, Data::kHuge, 23},
     {"tiny keys", {kFp16, 128, 128}, 2048, 4, 0, 1, 2, Data::kTiny, 25},
     {"greatest segment", {kBf16, 64, 64}, 65536, 4, 11, 1, 1, Data::kFewKeys, 26},
+    {"fan of 16", {kBf16, 128, 128}, 8192, 4, 0, 1, 2, Data::kMixture, 27, {8, 128}},
+    {"fan of 16", {kFp16, 192, 128}, 2048, 4, 0, 1, 2, Data::kMixture, 28, {8, 128}},
+    {"leaves of 16", {kBf16, 64, 64}, 4096, 4, 7, 1, 2, Data::kMixture, 29, {16, 256}},
+    {"leaves of 12", {kBf16, 128, 128}, 3001, 4, 7, 1, 2, Data::kMixture, 30, {12, 96}},
+    {"fan of 16, five keys", {kBf16, 128, 128}, 4000, 4, 0, 1, 2, Data::kFewKeys, 31, {8, 128}},
 };
 
 void OnThreads(uint32_t count, const auto& work) {
@@ -51,7 +56,7 @@ void OnThreads(uint32_t count, const auto& work) {
 
 // Prints the case's line; false if it failed. Adds its heads' objectives to *ratios.
 bool RunCase(const Case& c, std::vector<double>* ratios) {
-  const Layout layout(c.shape, c.tokens, c.unclustered, /*with_tree=*/true);
+  const Layout layout(c.shape, c.tokens, c.unclustered, c.tree);
   const uint32_t heads = c.jobs * c.kv_heads;
   std::vector<HeadRows> rows(heads);
   std::vector<TreeFindings> findings(heads);

@@ -20,7 +20,7 @@ TreeHeadCheck::TreeHeadCheck(const Case& c, const HeadRows& rows, const std::byt
                              const std::byte* pages)
     : case_(c),
       rows_(rows),
-      layout_(c.shape, c.tokens, c.unclustered, /*with_tree=*/true),
+      layout_(c.shape, c.tokens, c.unclustered, c.tree),
       index_(index),
       pages_(pages),
       dim_(c.shape.head_dim),

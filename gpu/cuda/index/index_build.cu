@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
 #include "gpu/cuda/index/index_build.cuh"
 #include "gpu/cuda/index/index_kernels.cuh"
 #include "gpu/cuda/index/tree_build.cuh"
@@ -35,27 +37,28 @@ ScratchLayout LayOut(const KernelShape& shape, uint32_t tokens) {
 
 IndexPlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                  uint32_t count, std::byte* scratch) {
-  IndexPlan plan = PlanWithoutLayout(shape, first_job, jobs, count, scratch, kIndexClusterTokens);
+  IndexPlan plan =
+      PlanWithoutLayout(shape, first_job, jobs, count, scratch, first_job.max_clusters);
   plan.layout = LayOut(shape, first_job.tokens);
   return plan;
 }
 
 bool InRange(const KernelShape& shape, const IndexJob& job, uint32_t count) {
   const auto known = DispatchShape(shape, [](auto) { return cudaSuccess; });
-  const bool tree = job.max_groups != 0;
   const uint32_t clustered = job.tokens - job.unclustered;
+  const bool in_range = job.max_groups == 0
+                            ? job.max_clusters == CeilDiv(clustered, kIndexClusterTokens)
+                            : job.max_groups <= std::min(kBuiltGroupsMax, job.max_clusters) &&
+                                  job.max_clusters <= clustered;
   return known == cudaSuccess && count >= 1 && job.kv_heads >= 1 && job.tokens <= kIndexTokensMax &&
-         job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens &&
-         job.max_clusters == CeilDiv(clustered, tree ? kIndexLeafTokens : kIndexClusterTokens) &&
-         (!tree || job.max_groups == CeilDiv(clustered, kIndexGroupTokens));
+         job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens && in_range;
 }
 
 }  // namespace
 
-uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens,
-                           bool tree) {
-  if (tree) return TreeScratchBytes(shape, kv_heads, tokens);
-  return uint64_t{LayOut(shape, tokens).head_bytes} * kv_heads;
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, const IndexSizes& sizes) {
+  if (sizes.groups != 0) return TreeScratchBytes(shape, kv_heads, sizes);
+  return uint64_t{LayOut(shape, sizes.tokens).head_bytes} * kv_heads;
 }
 
 cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,

@@ -24,8 +24,6 @@
 namespace attnd::gpu::cuda {
 
 inline constexpr uint32_t kIndexClusterTokens = 16;    // attention::kClusterTokens
-inline constexpr uint32_t kIndexLeafTokens = 8;        // attention::TreeSizes::leaf_tokens
-inline constexpr uint32_t kIndexGroupTokens = 64;      // with its fan, TreeSizes::fan
 inline constexpr double kIndexValueShare = 0.5;        // attention::kValueShare
 inline constexpr double kIndexLateShare = 0.25;        // attention::kLateShare
 inline constexpr uint32_t kIndexIterations = 10;       // attention::kKMeansIterations
@@ -57,8 +55,8 @@ class IndexLaunchListener {
   virtual void Launching(IndexLaunch kind, cudaStream_t stream) = 0;
 };
 
-// Scratch bytes of one job, which is a tree or of the kind `clusters`. A multiple of 256.
-uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens, bool tree);
+// Scratch bytes of one job. A multiple of 256.
+uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, const IndexSizes& sizes);
 
 // Enqueues the build of `count` >= 1 jobs (on the device), all with the sizes of `first_job` (a
 // host copy of the first): tokens, unclustered, max_clusters, max_groups and kv_heads. `scratch` is
@@ -66,8 +64,9 @@ uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t
 // clusters as there are, the rest is left as it is; rows of the last page beyond the tokens become
 // zeros.
 //
-// cudaErrorInvalidValue, and nothing was enqueued, for a shape without kernels or sizes out of
-// range; otherwise what the launches said.
+// A tree has 1 to kBuiltGroupsMax groups, at least as many leaves, and at most as many of these as
+// clustered tokens. cudaErrorInvalidValue, and nothing was enqueued, for a shape without kernels or
+// sizes out of range; otherwise what the launches said.
 cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                          uint32_t count, std::byte* scratch, cudaStream_t stream,
                          IndexLaunchListener* listener = nullptr);

@@ -67,10 +67,10 @@ struct IndexPlan {
 };
 
 inline constexpr uint32_t kElementBytes = 2;
-// A plan but for its layout. cluster_tokens: of a cluster, or of a tree's group.
+// A plan but for its layout. clusters: as IndexPlan has it.
 inline IndexPlan PlanWithoutLayout(const KernelShape& shape, const IndexJob& first_job,
                                    const IndexJob* jobs, uint32_t count, std::byte* scratch,
-                                   uint32_t cluster_tokens) {
+                                   uint32_t clusters) {
   IndexPlan plan = {};
   plan.jobs = jobs;
   plan.scratch = scratch;
@@ -78,7 +78,7 @@ inline IndexPlan PlanWithoutLayout(const KernelShape& shape, const IndexJob& fir
   plan.kv_heads = first_job.kv_heads;
   plan.unclustered = first_job.unclustered;
   plan.tokens = first_job.tokens - first_job.unclustered;
-  plan.clusters = CeilDiv(plan.tokens, cluster_tokens);
+  plan.clusters = clusters;
   plan.padded_clusters = CeilDiv(plan.clusters, kTileClusters) * kTileClusters;
   plan.mean_chunks = CeilDiv(plan.tokens, kMeanChunkTokens);
   plan.key_bytes = shape.head_dim * kElementBytes;

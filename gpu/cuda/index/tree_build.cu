@@ -24,10 +24,11 @@ class Placer {
   uint32_t end_ = 0;
 };
 
-// For a segment of `tokens` of which none is unclustered: no other needs more.
-void LayOut(const KernelShape& shape, uint32_t tokens, ScratchLayout* base, TreeScratch* tree) {
-  const uint64_t leaves = CeilDiv(tokens, kIndexLeafTokens);
-  const uint64_t groups = CeilDiv(tokens, kIndexGroupTokens);
+// As if none of the tokens was unclustered.
+void LayOut(const KernelShape& shape, const IndexSizes& sizes, ScratchLayout* base,
+            TreeScratch* tree) {
+  const uint32_t tokens = sizes.tokens;
+  const uint64_t leaves = sizes.clusters, groups = sizes.groups;
   const uint64_t padded = CeilDiv(groups, kTileClusters) * kTileClusters;
   const uint64_t mean_chunks = CeilDiv(tokens, kMeanChunkTokens);
   const uint64_t moment_chunks = CeilDiv(tokens, kMomentChunkTokens);
@@ -72,20 +73,21 @@ TreePlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const Index
                 uint32_t count, std::byte* scratch) {
   TreePlan plan = {};
   IndexPlan& base = plan.base;
-  base = PlanWithoutLayout(shape, first_job, jobs, count, scratch, kIndexGroupTokens);
+  base = PlanWithoutLayout(shape, first_job, jobs, count, scratch, first_job.max_groups);
   plan.late_groups = LateOf(base.clusters);
-  plan.leaves = CeilDiv(base.tokens, kIndexLeafTokens);
+  plan.leaves = first_job.max_clusters;
   plan.moment_chunks = CeilDiv(base.tokens, kMomentChunkTokens);
-  LayOut(shape, first_job.tokens, &base.layout, &plan.scratch);
+  LayOut(shape, {first_job.tokens, first_job.max_clusters, first_job.max_groups}, &base.layout,
+         &plan.scratch);
   return plan;
 }
 
 }  // namespace
 
-uint64_t TreeScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens) {
+uint64_t TreeScratchBytes(const KernelShape& shape, uint32_t kv_heads, const IndexSizes& sizes) {
   ScratchLayout base;
   TreeScratch tree;
-  LayOut(shape, tokens, &base, &tree);
+  LayOut(shape, sizes, &base, &tree);
   return uint64_t{base.head_bytes} * kv_heads;
 }
 

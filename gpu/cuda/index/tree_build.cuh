@@ -9,7 +9,7 @@
 namespace attnd::gpu::cuda {
 
 // As BuildScratchBytes and BuildIndexes have it; the sizes are in range.
-uint64_t TreeScratchBytes(const KernelShape& shape, uint32_t kv_heads, uint32_t tokens);
+uint64_t TreeScratchBytes(const KernelShape& shape, uint32_t kv_heads, const IndexSizes& sizes);
 cudaError_t BuildTrees(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,
                        uint32_t count, std::byte* scratch, cudaStream_t stream,
                        IndexLaunchListener* listener);

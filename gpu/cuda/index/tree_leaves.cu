@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The leaves of a tree: k-means inside each group by one thread block, all iterations in one
-// launch. Groups of usual sizes have their points and centroids in shared memory; the few that do
-// not fit work in global memory, with the same code.
+// launch. Groups of usual sizes have their points and centroids in shared memory, of which larger
+// groups take more; the few that do not fit work in global memory, with the same code.
 //
 // A group's members are numbered from 0, by token. Nothing depends on timing: members are put in
 // leaf order by one warp, and sums are over members in that order.
@@ -18,10 +18,17 @@ namespace {
 
 constexpr uint32_t kWarps = 8;
 constexpr uint32_t kThreads = kWarps * 32;
-// What shared memory holds: two thread blocks of an SM where points have 256 channels.
-constexpr uint32_t kMembersMax = 176;
-constexpr uint32_t kLeavesMax = 32;
 constexpr uint32_t kRowPadding = 8;  // halves, so that eight rows' 16 bytes lie in eight banks
+
+// What groups have at most that a launch divides.
+struct GroupRoom {
+  uint32_t members, leaves;
+};
+// Of points of 256 channels a multiprocessor's shared memory holds two of the first, or one of the
+// second; longer points leave no room for the second.
+constexpr GroupRoom kUsualRoom = {176, 32}, kLargeRoom = {336, 64};
+constexpr uint32_t kLargeRoomDim = 256;
+enum class RoomOf { kUsual, kLarge, kAny };
 
 // A group that is divided. Arrays lie in shared or in global memory.
 struct Group {
@@ -51,17 +58,17 @@ struct Group {
 };
 
 // The arrays of a group that fits.
-template <uint32_t kDim>
+template <uint32_t kDim, GroupRoom kRoom>
 struct SharedGroup {
-  __half points[kMembersMax][kDim + kRowPadding];
-  __half centroids[kLeavesMax][kDim + kRowPadding];
-  float half_norms[kLeavesMax];
-  float spreads[kLeavesMax];
-  uint32_t starts[kLeavesMax + 1];
-  uint32_t cursors[kLeavesMax];
-  uint32_t farthest[kLeavesMax];
-  uint16_t assignment[kMembersMax];
-  uint16_t list[kMembersMax];
+  __half points[kRoom.members][kDim + kRowPadding];
+  __half centroids[kRoom.leaves][kDim + kRowPadding];
+  float half_norms[kRoom.leaves];
+  float spreads[kRoom.leaves];
+  uint32_t starts[kRoom.leaves + 1];
+  uint32_t cursors[kRoom.leaves];
+  uint32_t farthest[kRoom.leaves];
+  uint16_t assignment[kRoom.members];
+  uint16_t list[kRoom.members];
 };
 
 // Rows of a warp: leaf or member `row`'s channels of this lane, all kDim of them two at a time.
@@ -324,9 +331,9 @@ __device__ __forceinline__ void DivideGroup(Group group) {
 }
 
 // Where a group that fits works, its points copied there.
-template <uint32_t kDim>
+template <uint32_t kDim, GroupRoom kRoom>
 __device__ __forceinline__ void PlaceShared(const Head& head, const uint16_t* tokens,
-                                            SharedGroup<kDim>* shared, Group* group) {
+                                            SharedGroup<kDim, kRoom>* shared, Group* group) {
   const __half* points = PointsOf(head);
   for (uint32_t i = threadIdx.x; i < group->members * (kDim / 8); i += kThreads) {
     const uint32_t member = i / (kDim / 8), piece = i % (kDim / 8);
@@ -367,9 +374,21 @@ __device__ __forceinline__ void PlaceGlobal(const Head& head, const TreePlan& pl
   group->list = head.At<uint16_t>(plan.scratch.leaf_of_slot) + begin;
 }
 
-// Thread block b: group b % groups of head b / groups, if it fits shared memory as kFits says.
-// Leaves the order by leaf in IndexPlan's order, whose part for the group no other block reads.
-template <uint32_t kDim, bool kFits>
+template <GroupRoom kRoom>
+__device__ __forceinline__ bool Holds(const Group& group) {
+  return group.members <= kRoom.members && group.leaves <= kRoom.leaves;
+}
+// The least room that holds a group, of points of kDim channels.
+template <uint32_t kDim>
+__device__ __forceinline__ RoomOf RoomFor(const Group& group) {
+  if (Holds<kUsualRoom>(group)) return RoomOf::kUsual;
+  return kDim <= kLargeRoomDim && Holds<kLargeRoom>(group) ? RoomOf::kLarge : RoomOf::kAny;
+}
+
+// Thread block b: group b % groups of head b / groups, if it wants this room; kAny is in global
+// memory. Leaves the order by leaf in IndexPlan's order, whose part for the group no other block
+// reads.
+template <uint32_t kDim, RoomOf kOwn>
 __global__ void __launch_bounds__(kThreads) LeafKernel(const __grid_constant__ TreePlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Head head(plan.base, blockIdx.x / plan.base.clusters);
@@ -382,11 +401,12 @@ __global__ void __launch_bounds__(kThreads) LeafKernel(const __grid_constant__ T
   group.members = group_starts[number + 1] - begin;
   group.leaves = leaf_firsts[number + 1] - first_leaf;
   group.active = group.leaves - LateOf(group.leaves);
-  const bool fits = group.members <= kMembersMax && group.leaves <= kLeavesMax;
-  if (fits != kFits) return;
+  if (RoomFor<kDim>(group) != kOwn) return;
   uint16_t* order = head.At<uint16_t>(plan.base.layout.order) + begin;
-  if constexpr (kFits) {
-    PlaceShared<kDim>(head, order, reinterpret_cast<SharedGroup<kDim>*>(shared), &group);
+  if constexpr (kOwn != RoomOf::kAny) {
+    constexpr GroupRoom kRoom = kOwn == RoomOf::kUsual ? kUsualRoom : kLargeRoom;
+    using Shared = SharedGroup<kDim, kRoom>;
+    PlaceShared<kDim, kRoom>(head, order, reinterpret_cast<Shared*>(shared), &group);
   } else {
     PlaceGlobal<kDim>(head, plan, number, begin, first_leaf, &group);
   }
@@ -404,15 +424,12 @@ __global__ void __launch_bounds__(kThreads) LeafKernel(const __grid_constant__ T
   for (uint32_t i = threadIdx.x; i < group.members; i += kThreads) order[i] = sorted[i];
 }
 
-template <uint32_t kDim, bool kFits>
-cudaError_t Launch(const TreePlan& plan, cudaStream_t stream) {
-  constexpr uint32_t kSharedBytes = kFits ? sizeof(SharedGroup<kDim>) : 0;
-  if constexpr (kFits) {
-    const cudaError_t error = AllowShared(LeafKernel<kDim, kFits>, kSharedBytes);
-    if (error != cudaSuccess) return error;
-  }
-  LeafKernel<kDim, kFits>
-      <<<plan.base.heads * plan.base.clusters, kThreads, kSharedBytes, stream>>>(plan);
+template <uint32_t kDim, RoomOf kOwn>
+cudaError_t Launch(const TreePlan& plan, uint32_t shared_bytes, cudaStream_t stream) {
+  const cudaError_t error = AllowShared(LeafKernel<kDim, kOwn>, shared_bytes);
+  if (error != cudaSuccess) return error;
+  LeafKernel<kDim, kOwn>
+      <<<plan.base.heads * plan.base.clusters, kThreads, shared_bytes, stream>>>(plan);
   return cudaGetLastError();
 }
 
@@ -425,8 +442,13 @@ cudaError_t Launch(const TreePlan& plan, cudaStream_t stream) {
 cudaError_t LaunchTreeLeaves(const KernelShape& shape, const TreePlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
     constexpr uint32_t kDim = kPointDim<decltype(constant)>;
-    const cudaError_t error = Launch<kDim, false>(plan, stream);
-    return error == cudaSuccess ? Launch<kDim, true>(plan, stream) : error;
+    cudaError_t error = Launch<kDim, RoomOf::kAny>(plan, 0, stream);
+    if constexpr (kDim <= kLargeRoomDim) {
+      constexpr uint32_t kBytes = sizeof(SharedGroup<kDim, kLargeRoom>);
+      if (error == cudaSuccess) error = Launch<kDim, RoomOf::kLarge>(plan, kBytes, stream);
+    }
+    constexpr uint32_t kBytes = sizeof(SharedGroup<kDim, kUsualRoom>);
+    return error == cudaSuccess ? Launch<kDim, RoomOf::kUsual>(plan, kBytes, stream) : error;
   });
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint32_t kWarps = 32;
 constexpr uint32_t kThreads = kWarps * 32;  // a thread for each group
-static_assert(kThreads * kIndexGroupTokens >= kIndexTokensMax);
+static_assert(kThreads >= kBuiltGroupsMax);
 
 // The sum over the thread block's threads, for all of them. sums: shared, [kWarps].
 __device__ __forceinline__ uint32_t BlockSum(uint32_t value, uint32_t* sums) {

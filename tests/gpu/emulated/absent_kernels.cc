@@ -21,7 +21,7 @@ ATTND_NO_KERNELS(DType::kFp16, 128, 128)
 ATTND_NO_KERNELS(DType::kFp16, 256, 256)
 
 namespace cuda {
-uint64_t BuildScratchBytes(const KernelShape&, uint32_t, uint32_t, bool) { return 0; }
+uint64_t BuildScratchBytes(const KernelShape&, uint32_t, const IndexSizes&) { return 0; }
 cudaError_t BuildIndexes(const KernelShape&, const IndexJob&, const IndexJob*, uint32_t, std::byte*,
                          cudaStream_t, IndexLaunchListener*) {
   return cudaErrorInvalidValue;

@@ -20,10 +20,12 @@
 #include "tests/gpu/agreement.h"
 #include "tests/gpu/emulated/support.h"
 #include "tests/gpu/final_out.h"
+#include "tests/tree_indexes.h"
 
 namespace attnd::gpu::test {
 namespace {
 
+using attention::IndexKind;
 using attention::kTreeIndexes;
 using attention::Policy;
 using attention::test::ClientMemory;
@@ -33,6 +35,7 @@ using attention::test::RunStep;
 using attention::test::StepResult;
 using attention::test::TestRow;
 using attention::test::TestSequence;
+using attnd::test::TreeOf;
 
 // Every way to look at clusters, and at none.
 std::vector<Policy> OfClusters() {
@@ -78,6 +81,12 @@ const Case kCases[] = {
      false,
      1},
     {"TreeInTwoTiles", {12, 1, 192, 128, {300}, 20, kTreeIndexes}, DType::kFp16, false, 1},
+    {"TreeOfLargeGroups",
+     {2, 1, 64, 64, {1100, 555}, 30, TreeOf({8, 16, 3})},
+     DType::kBf16,
+     false,
+     1},
+    {"TreeOfLargeLeaves", {2, 1, 64, 64, {700}, 30, TreeOf({16, 8, 2})}, DType::kBf16, false, 1},
 };
 
 class EmulatedStep : public testing::TestWithParam<Case> {
@@ -93,7 +102,7 @@ TEST_P(EmulatedStep, AnswersAreTheCpus) {
   const Case& c = GetParam();
   const auto emulated = MakeBackend();
   TestSequence sequence = MakeSequence(SpecOf(c.sequence, c.dtype));
-  const bool tree = c.sequence.indexes == kTreeIndexes;
+  const bool tree = c.sequence.indexes.Has(IndexKind::kTree);
   const std::vector<TestRow> rows =
       RowsOf(&sequence, /*layer=*/1, tree ? OfTrees() : OfClusters(), c.tokens);
   const StepResult step = RunStep(emulated.get(), 1, rows);
