@@ -55,11 +55,14 @@ struct alignas(16) TreeItem {
   }
 };
 
+// By the number of the thread block that works on it. Those of a row begin with the last slice of
+// all tiles: a prompt's last segments are its longest ones, and who has most to do begins first.
 template <typename Search = ByWarp>
-__device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t number) {
-  const RowRef* row = RowOf<Search>(step, number, &RowRef::first_tree_item);
-  const uint32_t in_row = number - row->first_tree_item;
-  const uint32_t slice = in_row % row->tree_slices, tile_of_row = in_row / row->tree_slices;
+__device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t block) {
+  const RowRef* row = RowOf<Search>(step, block, &RowRef::first_tree_item);
+  const uint32_t tiles = row->query_tokens * step.kv_heads * row->tiles_per_unit;
+  const uint32_t in_row = block - row->first_tree_item, tile_of_row = in_row % tiles;
+  const uint32_t slice = row->tree_slices - 1 - in_row / tiles;
   const uint32_t segment = SegmentOfSlice<Search>(step, *row, slice);
   const TreeRef& tree = step.trees[row->trees_begin + segment];
   const SegmentRef& ref = step.segments[row->segments_begin + segment];
@@ -75,7 +78,7 @@ __device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t nu
       .offsets = &tree.offsets,
       .words = UnitTreeWords(step, unit),
       .unit = unit,
-      .number = number,
+      .number = row->first_tree_item + tile_of_row * row->tree_slices + slice,
       .slice = slice,
       .segment = segment,
       .tile = tile_of_row % row->tiles_per_unit,
@@ -89,20 +92,21 @@ __device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t nu
       .slots_end = end_of(tree.group_slots)};
 }
 
-// What the first stage over an item, or the step's gate, leaves of it for those that follow:
-// reading it is one wait. Its offsets lie beside it, so that they need not wait for it.
+// What the first stage over an item, or the step's gate, leaves of it for the thread blocks with
+// the same number in later stages: reading it is one wait. Its offsets lie beside it, so that they
+// need not wait for it.
 struct TreePlace {
   TreeItem item;
   TreeOffsets offsets;
 };
-__device__ __forceinline__ TreePlace* PlaceOfItem(const StepHeader& step, uint32_t item) {
+__device__ __forceinline__ TreePlace* PlaceOfItem(const StepHeader& step, uint32_t block) {
   static_assert(sizeof(TreePlace) == kTreePlaceBytes && kTreePlaceBytes % alignof(TreePlace) == 0);
-  return reinterpret_cast<TreePlace*>(step.tree_places + uint64_t{item} * kTreePlaceBytes);
+  return reinterpret_cast<TreePlace*>(step.tree_places + uint64_t{block} * kTreePlaceBytes);
 }
 // By the whole thread block.
 __device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem& item) {
   constexpr uint32_t kOffsets = sizeof(TreeOffsets) / sizeof(uint32_t);
-  TreePlace* place = PlaceOfItem(step, item.number);
+  TreePlace* place = PlaceOfItem(step, blockIdx.x);
   if (threadIdx.x < kOffsets) {
     reinterpret_cast<uint32_t*>(&place->offsets)[threadIdx.x] =
         reinterpret_cast<const uint32_t*>(item.offsets)[threadIdx.x];
@@ -110,14 +114,14 @@ __device__ __forceinline__ void StoreItem(const StepHeader& step, const TreeItem
   if (threadIdx.x == kTreeThreads - 1) place->item = item;
 }
 // By a thread.
-__device__ __forceinline__ void PlaceItem(const StepHeader& step, uint32_t number) {
-  const TreeItem item = FindItem<ByThread>(step, number);
-  TreePlace* place = PlaceOfItem(step, number);
+__device__ __forceinline__ void PlaceItem(const StepHeader& step, uint32_t block) {
+  const TreeItem item = FindItem<ByThread>(step, block);
+  TreePlace* place = PlaceOfItem(step, block);
   place->offsets = *item.offsets;
   place->item = item;
 }
-__device__ __forceinline__ TreeItem ReadItem(const StepHeader& step, uint32_t number) {
-  const TreePlace* place = PlaceOfItem(step, number);
+__device__ __forceinline__ TreeItem ReadItem(const StepHeader& step, uint32_t block) {
+  const TreePlace* place = PlaceOfItem(step, block);
   AssumeGlobal(place);
   TreeItem item = place->item;
   item.offsets = &place->offsets;
@@ -142,7 +146,8 @@ __device__ __forceinline__ float* TreeScoresAt(const StepHeader& step, const Uni
   return UnitScores(step, unit) + offset;
 }
 
-// What the groups stage finds of an item's queries, and leaves for the other stages.
+// What the groups stage finds of an item's queries, and leaves for the other stages' thread blocks
+// with the same number.
 template <int kDim>
 struct TreeQueries {
   float rotated[kLanes][kDim];          // the scaled queries along the axes
@@ -153,25 +158,25 @@ struct TreeQueries {
 };
 
 template <int kDim>
-__device__ __forceinline__ uint4* StoredQueries(const StepHeader& step, uint32_t item) {
+__device__ __forceinline__ uint4* StoredQueries(const StepHeader& step, uint32_t block) {
   static_assert(sizeof(TreeQueries<kDim>) == TreeQueryWords(kDim) * sizeof(float));
-  return reinterpret_cast<uint4*>(step.tree_queries + uint64_t{item} * TreeQueryWords(kDim));
+  return reinterpret_cast<uint4*>(step.tree_queries + uint64_t{block} * TreeQueryWords(kDim));
 }
 template <int kDim>
-__device__ __forceinline__ void StoreQueries(const StepHeader& step, const TreeItem& item,
+__device__ __forceinline__ void StoreQueries(const StepHeader& step,
                                              const TreeQueries<kDim>& queries) {
-  uint4* to = StoredQueries<kDim>(step, item.number);
+  uint4* to = StoredQueries<kDim>(step, blockIdx.x);
   const auto* from = reinterpret_cast<const uint4*>(&queries);
   for (uint32_t i = threadIdx.x; i < TreeQueryWords(kDim) / 4; i += kTreeThreads) to[i] = from[i];
 }
 
-// A thread's share of the first kWords words of an item's: on their way before the thread block
-// knows more of the item than its number.
+// A thread's share of the first kWords words of these: on their way before the thread block knows
+// its item.
 template <int kDim, uint32_t kWords = TreeQueryWords(kDim)>
 class StoredWords {
  public:
-  __device__ __forceinline__ StoredWords(const StepHeader& step, uint32_t item) {
-    const uint4* from = StoredQueries<kDim>(step, item);
+  __device__ __forceinline__ StoredWords(const StepHeader& step, uint32_t block) {
+    const uint4* from = StoredQueries<kDim>(step, block);
 #pragma unroll
     for (uint32_t k = 0; k < kShare; ++k) {
       const uint32_t i = threadIdx.x + k * kTreeThreads;

@@ -121,7 +121,7 @@ class GroupsWorker {
     if (kBesideGate) WaitForKernelBefore();  // and for its gate: the step's queries are there
     const auto x = maker.QueryOf(step_, item_);
     maker.Make(x, /*rotates=*/true, &memory_->making, &memory_->q);
-    StoreQueries<kDim>(step_, item_, memory_->q);
+    StoreQueries<kDim>(step_, memory_->q);
     if (!kBesideGate) StoreItem(step_, item_);
     const uint32_t tiles = Tiles();
     if (tiles == 0) {

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kTreeThreads)
   const auto x = maker.QueryOf(step, item);
   OpenWhole(step, item);
   maker.Make(x, /*rotates=*/item.row->second_order != 0, &making, &queries);
-  StoreQueries<kDim>(step, item, queries);
+  StoreQueries<kDim>(step, queries);
 }
 
 }  // namespace attnd::gpu
