@@ -243,6 +243,18 @@ def test_a_policy_for_one_cache(attnd_target):
         assert attachment.stats.dropped_share > 0
 
 
+def test_trees_of_other_sizes(attnd_target):
+    model, ids = load("nano-llama"), prompt("nano-llama", 1, 600)
+    sizes = attnd.TreeOptions(leaf_tokens=16, fan=16)
+    with attached(model, attnd_target, "error-target", tree=sizes) as attachment:
+        cache = attachment.new_cache()
+        generate(model, ids, cache)
+        with attnd.Client(attnd_target, tenant="test") as client:
+            trees = {info.sequence_id: info.tree for info in client.list_sequences()}
+        (sequence_id,) = cache.sequence_ids
+        assert trees[sequence_id] == attnd.TreeOptions(16, 16, 3)
+
+
 def test_the_prompt_may_be_waited_for(attnd_target):
     """end_prompt() leaves no keys here, and the answers are the same."""
     model, ids = load(TINY[0]), prompt(TINY[0], 1, 100)

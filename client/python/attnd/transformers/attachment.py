@@ -12,7 +12,7 @@ from attnd import channel as channels
 from attnd.client import Client
 from attnd.cuda.sharing import warn_of_time_slices
 from attnd.eval.opening import opening_of
-from attnd.policy import Policy, as_policy
+from attnd.policy import Policy, TreeOptions, as_policy
 from attnd.transformers import attention, identity, streams
 from attnd.transformers.batch import NAME, RemoteBatch
 from attnd.transformers.cache import AttndCache
@@ -38,6 +38,7 @@ def attach(
     lease_seconds: int = DEFAULT_LEASE_SECONDS,
     memory: bool = False,
     cuda_graphs: bool = False,
+    tree: TreeOptions | None = None,
 ) -> Attachment:
     """Has a model's attention answered by attnd, until the attachment is closed.
 
@@ -67,6 +68,8 @@ def attach(
             row are captured as CUDA graphs and replayed, so that Python launches no kernels for a
             token. Until the attachment is closed, what the model's Python code looks at must stay
             as it is, and the model must not be copied (docs/MODEL_SERVER.md, "As CUDA graphs").
+        tree: sizes of the index "tree", for example ``TreeOptions(fan=16)`` for several long rows
+            on a GPU (docs/MODEL_SERVER.md); None: the server's. The policies must have that index.
 
     Raises:
         ValueError: if the model has attention that attnd would not compute right, or is attached
@@ -89,7 +92,7 @@ def attach(
     name = fingerprint or identity.fingerprint(model)
     client = Client(target, tenant=tenant, timeout_s=timeout_s)
     try:
-        return Attachment(model, client, name, policy, lease_seconds, memory, cuda_graphs)
+        return Attachment(model, client, name, policy, lease_seconds, memory, cuda_graphs, tree)
     except BaseException:
         client.shutdown()
         raise
@@ -107,6 +110,7 @@ class Attachment:
         lease_seconds: int = DEFAULT_LEASE_SECONDS,
         memory: bool = False,
         cuda_graphs: bool = False,
+        tree: TreeOptions | None = None,
     ) -> None:
         self._info = client.get_server_info()
         self._policy = as_policy(policy)
@@ -135,6 +139,7 @@ class Attachment:
             regions,
             None if where is None or regions is None else streams.Streams(client, regions, where),
             upload_memory,
+            tree,
         )
         self._model = model
         self._before = model.config._attn_implementation

@@ -218,7 +218,10 @@ class RemoteBatch:
             model = Model(self._server.fingerprint, shape)
             for _ in range(rows):
                 opened = self._server.client.open_sequence(
-                    model, policy=self._policy, lease_seconds=self._server.lease_seconds
+                    model,
+                    policy=self._policy,
+                    tree=self._server.tree,
+                    lease_seconds=self._server.lease_seconds,
                 )
                 self.sequence_ids.append(opened.sequence_id)
         elif shape != self._shape:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from attnd.client import Client
 from attnd.errors import AttndError
+from attnd.policy import TreeOptions
 from attnd.results import Limits
 from attnd.transformers.leases import DEFAULT_LEASE_SECONDS
 from attnd.transformers.regions import Regions
@@ -42,6 +43,7 @@ class Server:
         streams: sessions for passes on a GPU's stream; None: the model is not on one GPU, or passes
             are messages.
         upload_memory: through which prompts go; None: they are messages.
+        tree: sizes of the sequences' trees; None: the server's.
     """
 
     client: Client
@@ -53,6 +55,7 @@ class Server:
     regions: Regions | None = None
     streams: Streams | None = None
     upload_memory: UploadMemory | None = None
+    tree: TreeOptions | None = None
 
     @property
     def layers(self) -> int:
