@@ -96,6 +96,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--attention is {options.attention}; allowed are local, attnd, and both")
     if options.check and options.keys:
         parser.error("--check has random keys: leave --keys out")
+    if options.check and (options.leaf_tokens or options.fan):
+        parser.error("--check has no tree: leave --leaf-tokens and --fan out")
     if not 0 <= options.round_trips <= ROUND_TRIPS_MAX:
         parser.error(
             f"--round-trips is {options.round_trips}; allowed are 0..{ROUND_TRIPS_MAX}, 0 for none"

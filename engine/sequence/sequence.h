@@ -233,9 +233,8 @@ class Sequence {
   // The next segment of at least min_tokens and at most max_tokens outside the window, or nothing.
   std::optional<SegmentJob> NextSegment(uint32_t min_tokens, uint32_t max_tokens);
   // Tokens of the segment that a prompt's next ones are to become (attention::RunTokens), at least
-  // `least`. Longer runs than `least` are for trees that the CPU answers and builds, and for tokens
-  // without ids: what has ids is cut alike in every sequence, so that prompts find one another's
-  // beginnings.
+  // `least`. Longer runs than `least` are for trees, and for tokens without ids: what has ids is
+  // cut alike in every sequence, so that prompts find one another's beginnings.
   uint32_t PromptRun(uint32_t least);
   // Whether NextSegment would return one.
   bool HasSegment(uint32_t min_tokens);

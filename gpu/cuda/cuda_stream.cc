@@ -87,7 +87,7 @@ absl::Status CudaStream::BuildIndexes(const KernelShape& shape, const IndexJob& 
                                       const IndexJob* device_jobs, uint32_t count,
                                       std::byte* scratch) {
   ATTND_RETURN_IF_ERROR(UseDevice(device_));
-  const IndexSizes sizes = {first_job.tokens, first_job.max_clusters, first_job.max_groups};
+  const IndexSizes sizes = SizesOf(first_job);
   if (cuda::BuildScratchBytes(shape, first_job.kv_heads, sizes) >
       IndexScratchBytes(shape, first_job.kv_heads, sizes)) {
     return absl::ResourceExhaustedError("building a segment takes more scratch than was planned");

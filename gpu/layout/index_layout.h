@@ -57,6 +57,9 @@ struct IndexJob {
   IndexOffsets offsets;  // of a tree only `positions`
   TreeOffsets tree;      // of a tree alone
 };
+inline IndexSizes SizesOf(const IndexJob& job) {
+  return {job.tokens, job.max_clusters, job.max_groups};
+}
 static_assert(sizeof(IndexOffsets) == 36 && sizeof(IndexJob) == 224);
 static_assert(sizeof(TreePart) == 48 && sizeof(TreeOffsets) == 116);
 

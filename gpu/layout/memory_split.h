@@ -47,7 +47,8 @@ struct CopyMemory {
 // 0; indexes have the rest, so it must leave some.
 inline CopyMemory CopyMemoryOf(uint64_t device_bytes, uint32_t streams, const StreamMemory& stream,
                                uint64_t page_bytes = 0) {
-  constexpr uint64_t kIndexShare = 8;  // of the copies' memory: a tree is an eighth of pages
+  constexpr uint64_t kIndexShare =
+      8;  // of the copies' memory: a tree of the default sizes is an eighth
   const uint64_t copies = device_bytes - (uint64_t{streams} + 1) * stream.bytes();
   if (page_bytes != 0) {
     const uint64_t pages = std::min(AlignedBytes(page_bytes), copies - kDeviceAlignment);

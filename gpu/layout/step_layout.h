@@ -22,7 +22,8 @@
 //
 // Units over trees have stages of their own before finish, of which groups needs nothing of prepare
 // and runs beside it (its end, behind a gate). A tree item is a (unit, tile, slice): a slice is
-// some neighbouring groups of one segment, with their leaves. One thread block works on an item.
+// some neighbouring groups of one segment, with their leaves. One thread block works on an item; a
+// row's begin with its last slice, of every unit and tile.
 //
 //   groups    score a slice's groups, sum up their estimates
 //   open      for each unit: choose the groups to open, number the leaves of these
@@ -48,8 +49,7 @@
 // Instead of by stages, a unit of a cluster policy may be answered by a cooperative group (the
 // thread blocks of one thread block cluster), in a single launch.
 //
-// Work is divided by a row's own lengths alone, so that the other rows of a batch change no bit of
-// its answer.
+// Work is divided by a row's own lengths alone: other rows change no bit of its answer.
 #ifndef ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
 #define ATTND_GPU_LAYOUT_STEP_LAYOUT_H_
 
@@ -451,8 +451,8 @@ struct StepHeader {
   ChosenPiece* chosen_pieces;  // [tiles * kChosenPiecesMax]
   uint32_t* cursors;           // [kCursors]
   uint32_t* tree_words;
-  std::byte* tree_places;  // [tree_items][kTreePlaceBytes]: left by a first stage, or a gate
-  float* tree_queries;     // [tree_items][TreeQueryWords]
+  std::byte* tree_places;  // [tree_items][kTreePlaceBytes], in the order of thread blocks
+  float* tree_queries;     // [tree_items][TreeQueryWords], likewise
   float* tree_states;    // [tree_items][kLanes][kStateHead + 2 value_dim]: values with the slopes'
                          // correction; then, of estimates, that correction
   float* tree_partials;  // [tree_items][kLanes][kStateHead]: over leaves and closed groups

@@ -135,7 +135,7 @@ TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
       "cpu");
   EXPECT_EQ(owner(Args(shape_, std::nullopt, IndexSet{IndexKind::kClusters, IndexKind::kKeys4})),
             "cpu");
-  // And so are trees of small groups, whether or not the index is named.
+  // Trees are the device's if their groups have 64 tokens, whether or not the index is named.
   for (const auto& [sizes, backend] : {std::pair{attention::TreeSizes{12, 8, 3}, "cuda"},
                                        std::pair{attention::TreeSizes{8, 16, 3}, "cuda"},
                                        std::pair{attention::TreeSizes{16, 4, 3}, "cuda"},
@@ -143,7 +143,10 @@ TEST_F(AutoEngine, WhatTheDeviceLacksIsTheCpus) {
                                        std::pair{attention::TreeSizes{8, 4, 3}, "cpu"},
                                        std::pair{attention::TreeSizes{12, 4, 2}, "cpu"}}) {
     SCOPED_TRACE(testing::Message() << sizes.leaf_tokens << " " << sizes.fan);
-    EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), attnd::test::TreeOf(sizes))), backend);
+    const attention::IndexSet indexes = attnd::test::TreeOf(sizes);
+    EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target"), indexes)), backend);
+    EXPECT_EQ(owner(Args(shape_, PolicyOf("error-target", {{"quantile", "0.95"}}), indexes)),
+              backend);
     OpenArgs args = Args(shape_, PolicyOf("error-target"));
     args.tree = sizes;
     EXPECT_EQ(owner(args), backend);

@@ -145,9 +145,7 @@ class FakeStream : public Stream {
     MutexLock lock(control_->mutex_);
     ATTND_RETURN_IF_ERROR(control_->Call());
     EXPECT_TRUE(control_->Owns(
-        scratch, count * IndexScratchBytes(
-                             shape, first_job.kv_heads,
-                             {first_job.tokens, first_job.max_clusters, first_job.max_groups})));
+        scratch, count * IndexScratchBytes(shape, first_job.kv_heads, SizesOf(first_job))));
     work_.push_back([this, shape, first_job, device_jobs, count]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
       EXPECT_EQ(std::memcmp(&first_job, device_jobs, sizeof(first_job)), 0);
       for (uint32_t i = 0; i < count; ++i) {

@@ -86,7 +86,7 @@ const ParityCase kTreeCases[] = {
     {8, 2, 128, 128, {8192, 4096, 1024}, 70, kTreeIndexes, /*sections=*/true},
     {8, 2, 128, 128, {8192, 4096, 1024}, 70, TreeOf({8, 16, 3})},
     {4, 1, 64, 64, {9000, 700}, 1, TreeOf({16, 16, 2})},
-    {6, 2, 64, 64, {4500, 1613}, 130, TreeOf({12, 8, 3})},
+    {6, 2, 64, 64, {4500, 1613, 40}, 130, TreeOf({12, 8, 3})},
 };
 
 // Who answers units of clusters.
@@ -275,6 +275,7 @@ const ParityCase kQuantileCases[] = {
     {32, 1, 128, 128, {3000}, 66, kTreeIndexes},
     {12, 1, 192, 128, {2600, 40}, 600, kTreeIndexes},
     {4, 2, 256, 256, {2600, 300}, 1, kTreeIndexes},
+    {4, 1, 128, 128, {5200, 700}, 70, TreeOf({8, 16, 3})},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuQuantiles,
                          testing::Combine(testing::ValuesIn(kQuantileCases),

@@ -8,6 +8,8 @@
 #include <sstream>
 #include <vector>
 
+#include "gpu/index/built_indexes.h"
+
 namespace attnd::gpu::test {
 namespace {
 
@@ -167,7 +169,6 @@ class Checker {
       const TreeRef& tree = h_.trees[row.trees_begin + s];
       const SegmentRef& segment = h_.segments[row.segments_begin + s];
       Equal("first_group_slot", tree.first_group_slot, slots);
-      if (!HasRoomOfATree(segment, tree)) Fail("no tree's sizes give so many leaves and groups");
       Equal("a tree's group_slots", tree.group_slots,
             CeilOf(tree.max_groups, kGroupSlotChunk) * kGroupSlotChunk);
       Equal("first_slice", tree.first_slice, slices);
@@ -176,19 +177,28 @@ class Checker {
       slices += tree.slices;
       Offsets(segment, tree);
     }
+    if (!HasRoomOfTrees(row)) Fail("no tree's sizes give so many leaves and groups");
     Equal("tree_slices", row.tree_slices, slices);
     Equal("group_slots", row.group_slots, slots);
   }
 
-  static bool HasRoomOfATree(const SegmentRef& segment, const TreeRef& tree) {
+  // Whether the row's segments have room for trees of one size that the backend has.
+  bool HasRoomOfTrees(const RowRef& row) const {
     using Sizes = attention::TreeSizes;
-    const uint64_t tokens = segment.tokens - segment.unclustered;
+    const auto fits = [&](uint32_t leaf, uint32_t group) {
+      for (uint32_t s = 0; s < row.segment_count; ++s) {
+        const SegmentRef& segment = h_.segments[row.segments_begin + s];
+        const uint64_t tokens = segment.tokens - segment.unclustered;
+        const uint32_t max_groups = h_.trees[row.trees_begin + s].max_groups;
+        if (segment.max_clusters != CeilOf(tokens, leaf) || max_groups != CeilOf(tokens, group)) {
+          return false;
+        }
+      }
+      return true;
+    };
     for (const uint32_t leaf : Sizes::kLeafTokens) {
       for (const uint32_t fan : Sizes::kFans) {
-        if (segment.max_clusters == CeilOf(tokens, leaf) &&
-            tree.max_groups == CeilOf(tokens, leaf * fan)) {
-          return true;
-        }
+        if (leaf * fan >= kGroupTokensMin && fits(leaf, leaf * fan)) return true;
       }
     }
     return false;
@@ -282,6 +292,7 @@ class Checker {
   // the largest leaves.
   static bool HasRoomOfClusters(const RowRef& row, const SegmentRef& segment) {
     const uint64_t tokens = segment.tokens - segment.unclustered;
+    if (row.kind == UnitKind::kTree) return true;  // HasRoomOfTrees looks at them
     if (row.kind == UnitKind::kClusters) return segment.max_clusters == CeilOf(tokens, 16);
     const auto& sizes = attention::TreeSizes::kLeafTokens;
     return std::any_of(std::begin(sizes), std::end(sizes),

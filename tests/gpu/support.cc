@@ -33,7 +33,7 @@ FakeBackend MakeFakeBackend(const CudaBackendOptions& options, bool maps_host_me
 std::unique_ptr<Backend> MakeCpu() { return attention::MakeCpuBackend({.threads = 1}); }
 
 std::vector<Policy> Policies(const attention::IndexSet& indexes) {
-  if (indexes == attention::kTreeIndexes) {
+  if (indexes.Has(attention::IndexKind::kTree)) {
     return {
         Parse("dense"),
         Parse("streaming"),

@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "gpu/device/device.h"
 #include "tests/gpu/index_check_build.cuh"
 #include "tests/gpu/tree_check.cuh"
 #include "tests/gpu/tree_check_head.cuh"
@@ -44,6 +45,8 @@ const Case kCases[] = {
     {"fan of 16", {kBf16, 128, 128}, 8192, 4, 0, 1, 2, Data::kMixture, 27, {8, 128}},
     {"fan of 16", {kFp16, 192, 128}, 2048, 4, 0, 1, 2, Data::kMixture, 28, {8, 128}},
     {"leaves of 16", {kBf16, 64, 64}, 4096, 4, 7, 1, 2, Data::kMixture, 29, {16, 256}},
+    {"leaves of 16", {kFp16, 256, 256}, 2048, 4, 0, 1, 2, Data::kMixture, 32, {16, 256}},
+    {"leaves of 16, fan of 4", {kBf16, 64, 64}, 65536, 4, 0, 1, 1, Data::kFewKeys, 34, {16, 64}},
     {"leaves of 12", {kBf16, 128, 128}, 3001, 4, 7, 1, 2, Data::kMixture, 30, {12, 96}},
     {"fan of 16, five keys", {kBf16, 128, 128}, 4000, 4, 0, 1, 2, Data::kFewKeys, 31, {8, 128}},
 };
@@ -69,6 +72,11 @@ bool RunCase(const Case& c, std::vector<double>* ratios) {
                       .Run();
   });
   std::string failure = results[0] == results[1] ? "" : "two runs differ";
+  const IndexSizes sizes = {c.tokens, layout.max_clusters, layout.max_groups};
+  if (IndexScratchBytes(c.shape, c.kv_heads, sizes) <
+      cuda::BuildScratchBytes(c.shape, c.kv_heads, sizes)) {
+    failure = "the host plans with too little scratch";
+  }
   TreeFindings worst;
   worst.objective_ratio = 0;
   double ratio_sum = 0;

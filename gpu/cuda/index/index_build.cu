@@ -46,12 +46,12 @@ IndexPlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const Inde
 bool InRange(const KernelShape& shape, const IndexJob& job, uint32_t count) {
   const auto known = DispatchShape(shape, [](auto) { return cudaSuccess; });
   const uint32_t clustered = job.tokens - job.unclustered;
-  const bool in_range = job.max_groups == 0
-                            ? job.max_clusters == CeilDiv(clustered, kIndexClusterTokens)
-                            : job.max_groups <= std::min(kBuiltGroupsMax, job.max_clusters) &&
-                                  job.max_clusters <= clustered;
+  const bool room_fits = job.max_groups == 0
+                             ? job.max_clusters == CeilDiv(clustered, kIndexClusterTokens)
+                             : job.max_groups <= std::min(kBuiltGroupsMax, job.max_clusters) &&
+                                   job.max_clusters <= clustered;
   return known == cudaSuccess && count >= 1 && job.kv_heads >= 1 && job.tokens <= kIndexTokensMax &&
-         job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens && in_range;
+         job.unclustered < job.tokens && job.first_row < kIndexTailBlockTokens && room_fits;
 }
 
 }  // namespace

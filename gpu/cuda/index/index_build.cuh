@@ -64,7 +64,7 @@ uint64_t BuildScratchBytes(const KernelShape& shape, uint32_t kv_heads, const In
 // clusters as there are, the rest is left as it is; rows of the last page beyond the tokens become
 // zeros.
 //
-// A tree has 1 to kBuiltGroupsMax groups, at least as many leaves, and at most as many of these as
+// A tree has 1 to kBuiltGroupsMax groups. Its leaves are at least as many, and no more than the
 // clustered tokens. cudaErrorInvalidValue, and nothing was enqueued, for a shape without kernels or
 // sizes out of range; otherwise what the launches said.
 cudaError_t BuildIndexes(const KernelShape& shape, const IndexJob& first_job, const IndexJob* jobs,

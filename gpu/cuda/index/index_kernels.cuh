@@ -67,7 +67,7 @@ struct IndexPlan {
 };
 
 inline constexpr uint32_t kElementBytes = 2;
-// A plan but for its layout. clusters: as IndexPlan has it.
+// A plan but for its layout. clusters: the index's, or a tree's groups.
 inline IndexPlan PlanWithoutLayout(const KernelShape& shape, const IndexJob& first_job,
                                    const IndexJob* jobs, uint32_t count, std::byte* scratch,
                                    uint32_t clusters) {

@@ -24,7 +24,7 @@ class Placer {
   uint32_t end_ = 0;
 };
 
-// As if none of the tokens was unclustered.
+// Parts by token have room for all tokens, though some may be unclustered.
 void LayOut(const KernelShape& shape, const IndexSizes& sizes, ScratchLayout* base,
             TreeScratch* tree) {
   const uint32_t tokens = sizes.tokens;
@@ -76,9 +76,9 @@ TreePlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const Index
   base = PlanWithoutLayout(shape, first_job, jobs, count, scratch, first_job.max_groups);
   plan.late_groups = LateOf(base.clusters);
   plan.leaves = first_job.max_clusters;
+  plan.has_large_groups = base.tokens > kUsualGroupTokens * base.clusters ? 1 : 0;
   plan.moment_chunks = CeilDiv(base.tokens, kMomentChunkTokens);
-  LayOut(shape, {first_job.tokens, first_job.max_clusters, first_job.max_groups}, &base.layout,
-         &plan.scratch);
+  LayOut(shape, SizesOf(first_job), &base.layout, &plan.scratch);
   return plan;
 }
 

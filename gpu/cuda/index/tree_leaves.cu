@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The leaves of a tree: k-means inside each group by one thread block, all iterations in one
-// launch. Groups of usual sizes have their points and centroids in shared memory, of which larger
-// groups take more; the few that do not fit work in global memory, with the same code.
+// launch. Groups of usual sizes have their points and centroids in shared memory; larger ones have
+// a launch with more of it, where they are usual; those that do not fit work in global memory. The
+// code is the same.
 //
 // A group's members are numbered from 0, by token. Nothing depends on timing: members are put in
 // leaf order by one warp, and sums are over members in that order.
@@ -28,7 +29,7 @@ struct GroupRoom {
 // second; longer points leave no room for the second.
 constexpr GroupRoom kUsualRoom = {176, 32}, kLargeRoom = {336, 64};
 constexpr uint32_t kLargeRoomDim = 256;
-enum class RoomOf { kUsual, kLarge, kAny };
+enum class Place { kUsual, kLarge, kGlobal };
 
 // A group that is divided. Arrays lie in shared or in global memory.
 struct Group {
@@ -378,17 +379,21 @@ template <GroupRoom kRoom>
 __device__ __forceinline__ bool Holds(const Group& group) {
   return group.members <= kRoom.members && group.leaves <= kRoom.leaves;
 }
-// The least room that holds a group, of points of kDim channels.
+// Whether there is a launch for Place::kLarge, of points of `dim` channels.
+__host__ __device__ constexpr bool HasLargePlace(const TreePlan& plan, uint32_t dim) {
+  return plan.has_large_groups != 0 && dim <= kLargeRoomDim;
+}
+// Where a group is divided, of points of kDim channels.
 template <uint32_t kDim>
-__device__ __forceinline__ RoomOf RoomFor(const Group& group) {
-  if (Holds<kUsualRoom>(group)) return RoomOf::kUsual;
-  return kDim <= kLargeRoomDim && Holds<kLargeRoom>(group) ? RoomOf::kLarge : RoomOf::kAny;
+__device__ __forceinline__ Place PlaceFor(const TreePlan& plan, const Group& group) {
+  if (Holds<kUsualRoom>(group)) return Place::kUsual;
+  const bool large = HasLargePlace(plan, kDim) && Holds<kLargeRoom>(group);
+  return large ? Place::kLarge : Place::kGlobal;
 }
 
-// Thread block b: group b % groups of head b / groups, if it wants this room; kAny is in global
-// memory. Leaves the order by leaf in IndexPlan's order, whose part for the group no other block
-// reads.
-template <uint32_t kDim, RoomOf kOwn>
+// Thread block b: group b % groups of head b / groups, if it is divided in this place. Leaves the
+// order by leaf in IndexPlan's order, whose part for the group no other block reads.
+template <uint32_t kDim, Place kOwn>
 __global__ void __launch_bounds__(kThreads) LeafKernel(const __grid_constant__ TreePlan plan) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Head head(plan.base, blockIdx.x / plan.base.clusters);
@@ -401,10 +406,10 @@ __global__ void __launch_bounds__(kThreads) LeafKernel(const __grid_constant__ T
   group.members = group_starts[number + 1] - begin;
   group.leaves = leaf_firsts[number + 1] - first_leaf;
   group.active = group.leaves - LateOf(group.leaves);
-  if (RoomFor<kDim>(group) != kOwn) return;
+  if (PlaceFor<kDim>(plan, group) != kOwn) return;
   uint16_t* order = head.At<uint16_t>(plan.base.layout.order) + begin;
-  if constexpr (kOwn != RoomOf::kAny) {
-    constexpr GroupRoom kRoom = kOwn == RoomOf::kUsual ? kUsualRoom : kLargeRoom;
+  if constexpr (kOwn != Place::kGlobal) {
+    constexpr GroupRoom kRoom = kOwn == Place::kUsual ? kUsualRoom : kLargeRoom;
     using Shared = SharedGroup<kDim, kRoom>;
     PlaceShared<kDim, kRoom>(head, order, reinterpret_cast<Shared*>(shared), &group);
   } else {
@@ -424,7 +429,14 @@ __global__ void __launch_bounds__(kThreads) LeafKernel(const __grid_constant__ T
   for (uint32_t i = threadIdx.x; i < group.members; i += kThreads) order[i] = sorted[i];
 }
 
-template <uint32_t kDim, RoomOf kOwn>
+// What the least device has (kSharedBytesMin of cuda_device.cc), with some bytes for counts.
+template <typename Shared>
+constexpr uint32_t SharedBytesOf() {
+  static_assert(sizeof(Shared) + 64 <= (216u << 10));
+  return sizeof(Shared);
+}
+
+template <uint32_t kDim, Place kOwn>
 cudaError_t Launch(const TreePlan& plan, uint32_t shared_bytes, cudaStream_t stream) {
   const cudaError_t error = AllowShared(LeafKernel<kDim, kOwn>, shared_bytes);
   if (error != cudaSuccess) return error;
@@ -442,13 +454,15 @@ cudaError_t Launch(const TreePlan& plan, uint32_t shared_bytes, cudaStream_t str
 cudaError_t LaunchTreeLeaves(const KernelShape& shape, const TreePlan& plan, cudaStream_t stream) {
   return DispatchShape(shape, [&](auto constant) {
     constexpr uint32_t kDim = kPointDim<decltype(constant)>;
-    cudaError_t error = Launch<kDim, RoomOf::kAny>(plan, 0, stream);
+    cudaError_t error = Launch<kDim, Place::kGlobal>(plan, 0, stream);
     if constexpr (kDim <= kLargeRoomDim) {
-      constexpr uint32_t kBytes = sizeof(SharedGroup<kDim, kLargeRoom>);
-      if (error == cudaSuccess) error = Launch<kDim, RoomOf::kLarge>(plan, kBytes, stream);
+      constexpr uint32_t kBytes = SharedBytesOf<SharedGroup<kDim, kLargeRoom>>();
+      if (error == cudaSuccess && HasLargePlace(plan, kDim)) {
+        error = Launch<kDim, Place::kLarge>(plan, kBytes, stream);
+      }
     }
-    constexpr uint32_t kBytes = sizeof(SharedGroup<kDim, kUsualRoom>);
-    return error == cudaSuccess ? Launch<kDim, RoomOf::kUsual>(plan, kBytes, stream) : error;
+    constexpr uint32_t kBytes = SharedBytesOf<SharedGroup<kDim, kUsualRoom>>();
+    return error == cudaSuccess ? Launch<kDim, Place::kUsual>(plan, kBytes, stream) : error;
   });
 }
 

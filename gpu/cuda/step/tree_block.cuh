@@ -38,7 +38,7 @@ struct alignas(16) TreeItem {
   const TreeOffsets* offsets;  // of that index
   uint32_t* words;             // of the unit (TreeLane)
   UnitPlace unit;
-  uint32_t number;  // in the step
+  uint32_t number;  // in the step, by which states lie; its thread block has another one
   uint32_t slice;   // of the row
   uint32_t segment;
   uint32_t tile;
@@ -55,8 +55,8 @@ struct alignas(16) TreeItem {
   }
 };
 
-// By the number of the thread block that works on it. Those of a row begin with the last slice of
-// all tiles: a prompt's last segments are its longest ones, and who has most to do begins first.
+// The item of a thread block. Those of a row begin with its last slice, of every unit and tile:
+// segments of a prompt without token ids grow, and who has most to do begins first.
 template <typename Search = ByWarp>
 __device__ __forceinline__ TreeItem FindItem(const StepHeader& step, uint32_t block) {
   const RowRef* row = RowOf<Search>(step, block, &RowRef::first_tree_item);
@@ -170,8 +170,8 @@ __device__ __forceinline__ void StoreQueries(const StepHeader& step,
   for (uint32_t i = threadIdx.x; i < TreeQueryWords(kDim) / 4; i += kTreeThreads) to[i] = from[i];
 }
 
-// A thread's share of the first kWords words of these: on their way before the thread block knows
-// its item.
+// A thread's share of the first kWords words of a thread block's stored queries: on their way
+// before it knows its item.
 template <int kDim, uint32_t kWords = TreeQueryWords(kDim)>
 class StoredWords {
  public:
