@@ -15,7 +15,7 @@
 
 namespace attnd::gpu::cuda {
 
-inline constexpr uint32_t kUsualGroupTokens = 64;     // on average, at most
+inline constexpr uint32_t kUsualGroupTokens = 64;     // see TreePlan::has_large_groups
 inline constexpr uint32_t kMomentChunkTokens = 1024;  // of one thread block that sums moments
 
 // Byte offsets inside one head's scratch memory, beside those of IndexPlan::layout.
@@ -68,7 +68,7 @@ struct TreePlan {
   TreeScratch scratch;
   uint32_t late_groups;
   uint32_t leaves;            // at most
-  uint32_t has_large_groups;  // 1: more than a few have over kUsualGroupTokens tokens
+  uint32_t has_large_groups;  // 1: of more than kUsualGroupTokens tokens on average
   uint32_t moment_chunks;
 };
 
