@@ -89,8 +89,7 @@ class Bench {
         index_(size_t{layers} * kHeads * layout_.head_bytes),
         pages_(size_t{layers} * kHeads * layout_.pages_bytes),
         jobs_(layers * sizeof(IndexJob)),
-        scratch_(layers * BuildScratchBytes(kShape, kHeads,
-                                            {tokens, layout_.max_clusters, layout_.max_groups})) {
+        scratch_(layers * BuildScratchBytes(kShape, kHeads, layout_.sizes())) {
     const uint32_t blocks = tokens / kTailBlockTokens;
     const size_t run_bytes = kTailBlockTokens / kPageTokens * layout_.page_bytes;
     // Heads of a layer share centres; keys and values too, which does no harm here.

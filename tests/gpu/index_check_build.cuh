@@ -110,9 +110,7 @@ inline std::array<std::vector<std::byte>, 2> BuildTwice(const Case& c, const Lay
   DeviceBytes pointers(c.jobs * block_count * sizeof(std::byte*));
   DeviceBytes output(index_bytes + c.jobs * c.kv_heads * layout.pages_bytes);
   DeviceBytes device_jobs(c.jobs * sizeof(IndexJob));
-  DeviceBytes scratch(c.jobs *
-                      cuda::BuildScratchBytes(c.shape, c.kv_heads,
-                                              {c.tokens, layout.max_clusters, layout.max_groups}));
+  DeviceBytes scratch(c.jobs * cuda::BuildScratchBytes(c.shape, c.kv_heads, layout.sizes()));
 
   std::vector<std::byte> all_blocks;
   std::vector<const std::byte*> addresses;

@@ -92,7 +92,8 @@ struct Layout {
       : key_bytes(shape.head_dim * 2),
         value_bytes(shape.value_dim * 2),
         page_bytes(kPageTokens * (key_bytes + value_bytes)),
-        pages_bytes(size_t{(tokens + kPageTokens - 1) / kPageTokens} * page_bytes) {
+        pages_bytes(size_t{(tokens + kPageTokens - 1) / kPageTokens} * page_bytes),
+        tokens(tokens) {
     max_clusters = (tokens - unclustered + each.cluster - 1) / each.cluster;
     if (each.group != 0) {
       max_groups = (tokens - unclustered + each.group - 1) / each.group;
@@ -128,6 +129,7 @@ struct Layout {
     tree.groups.count = 4;
     head_bytes = placer.end();
   }
+  IndexSizes sizes() const { return {tokens, max_clusters, max_groups}; }
   size_t Key(uint32_t place) const {
     return place / kPageTokens * page_bytes + place % kPageTokens * key_bytes;
   }
@@ -140,6 +142,7 @@ struct Layout {
   uint32_t max_groups = 0;    // of a tree alone
   size_t key_bytes, value_bytes, page_bytes;
   size_t pages_bytes;  // of one head's payload
+  uint32_t tokens;
   size_t head_bytes = 0;
   IndexOffsets offsets = {};
   TreeOffsets tree = {};

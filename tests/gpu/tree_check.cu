@@ -72,9 +72,8 @@ bool RunCase(const Case& c, std::vector<double>* ratios) {
                       .Run();
   });
   std::string failure = results[0] == results[1] ? "" : "two runs differ";
-  const IndexSizes sizes = {c.tokens, layout.max_clusters, layout.max_groups};
-  if (IndexScratchBytes(c.shape, c.kv_heads, sizes) <
-      cuda::BuildScratchBytes(c.shape, c.kv_heads, sizes)) {
+  if (IndexScratchBytes(c.shape, c.kv_heads, layout.sizes()) <
+      cuda::BuildScratchBytes(c.shape, c.kv_heads, layout.sizes())) {
     failure = "the host plans with too little scratch";
   }
   TreeFindings worst;

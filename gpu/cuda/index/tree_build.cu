@@ -76,7 +76,6 @@ TreePlan PlanOf(const KernelShape& shape, const IndexJob& first_job, const Index
   base = PlanWithoutLayout(shape, first_job, jobs, count, scratch, first_job.max_groups);
   plan.late_groups = LateOf(base.clusters);
   plan.leaves = first_job.max_clusters;
-  plan.has_large_groups = base.tokens > kUsualGroupTokens * base.clusters ? 1 : 0;
   plan.moment_chunks = CeilDiv(base.tokens, kMomentChunkTokens);
   LayOut(shape, SizesOf(first_job), &base.layout, &plan.scratch);
   return plan;

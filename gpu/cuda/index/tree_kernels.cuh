@@ -15,7 +15,6 @@
 
 namespace attnd::gpu::cuda {
 
-inline constexpr uint32_t kUsualGroupTokens = 64;     // see TreePlan::has_large_groups
 inline constexpr uint32_t kMomentChunkTokens = 1024;  // of one thread block that sums moments
 
 // Byte offsets inside one head's scratch memory, beside those of IndexPlan::layout.
@@ -67,8 +66,7 @@ struct TreePlan {
   IndexPlan base;  // clusters: the groups; key_bytes and so on as they are
   TreeScratch scratch;
   uint32_t late_groups;
-  uint32_t leaves;            // at most
-  uint32_t has_large_groups;  // 1: of more than kUsualGroupTokens tokens on average
+  uint32_t leaves;  // at most
   uint32_t moment_chunks;
 };
 

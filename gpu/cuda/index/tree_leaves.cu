@@ -29,6 +29,8 @@ struct GroupRoom {
 // second; longer points leave no room for the second.
 constexpr GroupRoom kUsualRoom = {176, 32}, kLargeRoom = {336, 64};
 constexpr uint32_t kLargeRoomDim = 256;
+// Where groups have more than this on average, the second has a launch.
+constexpr uint32_t kUsualGroupTokens = 64;
 enum class Place { kUsual, kLarge, kGlobal };
 
 // A group that is divided. Arrays lie in shared or in global memory.
@@ -381,7 +383,7 @@ __device__ __forceinline__ bool Holds(const Group& group) {
 }
 // Whether there is a launch for Place::kLarge, of points of `dim` channels.
 __host__ __device__ constexpr bool HasLargePlace(const TreePlan& plan, uint32_t dim) {
-  return plan.has_large_groups != 0 && dim <= kLargeRoomDim;
+  return plan.base.tokens > kUsualGroupTokens * plan.base.clusters && dim <= kLargeRoomDim;
 }
 // Where a group is divided, of points of kDim channels.
 template <uint32_t kDim>
